@@ -1,0 +1,243 @@
+"""Public operations: check the arguments once, choose a back end, call it.
+
+All take tensors of layout `(batch, heads, length, head_dim)`. Back ends: `"reference"` (plain torch, any float dtype
+and device) and `"triton"`. A back end asked for by name never falls back; `"auto"` takes the best that can do the
+call, and the environment variable `HYSPARSE_BACKEND` overrides `"auto"`.
+"""
+
+import importlib
+import os
+from types import ModuleType
+
+import torch
+
+from .rows_hysparse import PLAIN_ROWS, Rows
+
+
+BACKENDS = ("auto", "reference", "triton")
+
+
+def resolve_backend(backend: str) -> str:
+    """The back end that `backend` means here: `"reference"` or `"triton"`.
+
+    Raises:
+        ValueError: an unknown name, given or in `HYSPARSE_BACKEND`.
+    """
+    source = "`backend`"
+    if backend == "auto":
+        backend, source = os.environ.get("HYSPARSE_BACKEND", "auto"), "environment variable HYSPARSE_BACKEND"
+    if backend not in BACKENDS:
+        raise ValueError(f"{source} must be one of {BACKENDS}, got {backend!r}.")
+    return "reference" if backend == "auto" else backend
+
+
+def _implementation(backend: str, operation: str) -> ModuleType:
+    if resolve_backend(backend) == "triton":
+        raise NotImplementedError(
+            f"backend='triton' has no kernel for `{operation}` in this version; use backend='reference' or 'auto'."
+        )
+    return importlib.import_module(".reference_hysparse", __package__)
+
+
+def full_attention_with_oracle(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    block_size: int,
+    n_selected: int,
+    scaling: float | None = None,
+    rows: Rows | None = None,
+    block_reduction: str = "max",
+    head_reduction: str = "max",
+    forced_first_blocks: int = 0,
+    forced_local_blocks: int = 0,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Causal softmax attention whose own probabilities choose the top key blocks per query and KV head.
+
+    Args:
+        query (`torch.Tensor`): `(batch, heads, q_len, head_dim)`, floating point.
+        key (`torch.Tensor`): `(batch, kv_heads, kv_len, head_dim)`.
+        value (`torch.Tensor`): `(batch, kv_heads, kv_len, v_head_dim)`.
+        block_size (`int`): tokens per block.
+        n_selected (`int`): blocks chosen per query and KV head; 0 chooses none and returns no indices.
+        scaling (`float`, *optional*): factor of the scores; default `head_dim ** -0.5`.
+        rows (`Rows`, *optional*): offsets, documents and padding; default: the queries are the last of the keys.
+        block_reduction (`str`): `"max"` or `"sum"` of the probabilities in a block.
+        head_reduction (`str`): `"max"` or `"mean"` over the heads of a KV group, each normalised by itself.
+        forced_first_blocks, forced_local_blocks (`int`): blocks always chosen, inside `n_selected`.
+        backend (`str`): `"auto"`, `"reference"` or `"triton"`.
+    Returns:
+        `(output, lse, indices)`: output `(batch, heads, q_len, v_head_dim)`; lse `(batch, heads, q_len)`, float32
+        (float64 for float64 inputs), natural log; indices int32 `(batch, kv_heads, q_len, n_selected)`, ascending,
+        then -1, or None.
+    Raises:
+        ValueError: a shape or value breaks the rules above.
+        NotImplementedError: valid, but the back end asked for cannot do it.
+    Source: HySparse (arXiv:2602.03560), section 3.2, equation 3; differs in: ties go to the lower index.
+    """
+    _check_states(query, key, value)
+    _check_choice("block_reduction", block_reduction, ("max", "sum"))
+    _check_choice("head_reduction", head_reduction, ("max", "mean"))
+    _check_at_least("block_size", block_size, 1)
+    _check_at_least("n_selected", n_selected, 0)
+    return _implementation(backend, "full_attention_with_oracle").full_attention_with_oracle(
+        query,
+        key,
+        value,
+        block_size=block_size,
+        n_selected=n_selected,
+        scaling=_scaling(scaling, query),
+        rows=_checked_rows(rows, query, key),
+        block_reduction=block_reduction,
+        head_reduction=head_reduction,
+        forced_first_blocks=forced_first_blocks,
+        forced_local_blocks=forced_local_blocks,
+    )[:3]
+
+
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    block_size: int,
+    sink: torch.Tensor | None = None,
+    window: int = 0,
+    scaling: float | None = None,
+    rows: Rows | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attend from each query to the selected key blocks of its KV group, causally inside the last block.
+
+    Args:
+        query, key, value, scaling, rows, backend: as in `full_attention_with_oracle`.
+        indices (`torch.Tensor`): int32 `(batch, kv_heads, q_len, n)`, in blocks; -1 means none, repeats count once.
+        block_size (`int`): tokens per block.
+        sink (`torch.Tensor`, *optional*): `(heads,)`, one logit beside the scaled scores in the denominator.
+        window (`int`): the last `window` tokens join the same softmax (control experiment 10); 0 for none.
+    Returns:
+        `torch.Tensor`: `(batch, heads, q_len, v_head_dim)`; 0 where nothing is selected.
+    Raises:
+        ValueError, NotImplementedError: as in `full_attention_with_oracle`.
+    Source: HySparse (arXiv:2602.03560), section 3.3.
+    """
+    _check_states(query, key, value)
+    _check_sink(sink, query)
+    _check_at_least("block_size", block_size, 1)
+    _check_at_least("window", window, 0)
+    expected = (query.shape[0], key.shape[1], query.shape[2])
+    if indices.dim() != 4 or indices.shape[:3] != expected:
+        raise ValueError(
+            f"`indices` must have shape (batch, kv_heads, q_len, n) = ({', '.join(map(str, expected))}, n), got "
+            f"{tuple(indices.shape)}; pass the indices that the full layer returned for these queries."
+        )
+    return _implementation(backend, "block_sparse_attention").block_sparse_attention(
+        query,
+        key,
+        value,
+        indices,
+        block_size=block_size,
+        sink=sink,
+        window=window,
+        scaling=_scaling(scaling, query),
+        rows=_checked_rows(rows, query, key),
+    )[0]
+
+
+def sliding_window_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    window: int,
+    sink: torch.Tensor | None = None,
+    scaling: float | None = None,
+    rows: Rows | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attend from each query to the last `window` tokens of its document, its own included.
+
+    Args:
+        query, key, value, scaling, rows, backend: as in `full_attention_with_oracle`.
+        window (`int`): tokens; 0 attends to nothing and gives 0.
+        sink (`torch.Tensor`, *optional*): `(heads,)`, one logit in the denominator.
+    Returns:
+        `torch.Tensor`: `(batch, heads, q_len, v_head_dim)`.
+    Raises:
+        ValueError, NotImplementedError: as in `full_attention_with_oracle`.
+    Source: HySparse (arXiv:2602.03560), section 3.3.
+    """
+    _check_states(query, key, value)
+    _check_sink(sink, query)
+    _check_at_least("window", window, 0)
+    return _implementation(backend, "sliding_window_attention").sliding_window_attention(
+        query,
+        key,
+        value,
+        window=window,
+        sink=sink,
+        scaling=_scaling(scaling, query),
+        rows=_checked_rows(rows, query, key),
+    )[0]
+
+
+def _scaling(scaling: float | None, query: torch.Tensor) -> float:
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"`{name}` must be one of {allowed}, got {value!r}.")
+
+
+def _check_at_least(name: str, value: int, lowest: int) -> None:
+    if value < lowest:
+        raise ValueError(f"`{name}` must be at least {lowest}, got {value}.")
+
+
+def _check_states(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    for name, states in (("query", query), ("key", key), ("value", value)):
+        if states.dim() != 4 or not states.is_floating_point():
+            raise ValueError(
+                f"`{name}` must be a floating point tensor (batch, heads, length, head_dim), got "
+                f"{tuple(states.shape)} of {states.dtype}."
+            )
+    batch, heads, q_len, dim = query.shape
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != dim:
+        raise ValueError(
+            "`key` and `value` must agree with `query` in batch and with each other in heads and length, and `key` "
+            f"in head_dim; got query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}."
+        )
+    if heads % key.shape[1]:
+        raise ValueError(
+            f"`query` heads must be a multiple of `key` heads, got {heads} and {key.shape[1]}; each KV head serves "
+            "the same number of query heads."
+        )
+    if key.shape[2] < q_len:
+        raise ValueError(
+            f"`key` must hold at least the queries' own tokens ({q_len}), got {key.shape[2]}; pass cached and new "
+            "keys together."
+        )
+
+
+def _check_sink(sink: torch.Tensor | None, query: torch.Tensor) -> None:
+    if sink is not None and sink.shape != (query.shape[1],):
+        raise ValueError(f"`sink` must have shape (heads,) = ({query.shape[1]},), got {tuple(sink.shape)}.")
+
+
+def _checked_rows(rows: Rows | None, query: torch.Tensor, key: torch.Tensor) -> Rows:
+    if rows is None:
+        return PLAIN_ROWS
+    batch, heads, q_len, _ = query.shape
+    rules = (
+        ("query_start", rows.query_start, ((batch,),)),
+        ("first_key", rows.first_key, ((batch, q_len), (batch, 1), (1, q_len), (1, 1))),
+        ("visibility", rows.visibility, tuple((n, m, q_len, key.shape[2]) for n in (batch, 1) for m in (heads, 1))),
+    )
+    for name, tensor, shapes in rules:
+        if tensor is not None and tuple(tensor.shape) not in shapes:
+            raise ValueError(f"`rows.{name}` must have shape {shapes[0]}, got {tuple(tensor.shape)}.")
+    return rows

@@ -1,0 +1,270 @@
+"""Configuration of HySparse, first generation (arXiv:2602.03560).
+
+Keep this file free of relative imports and of registrations: a checkpoint folder loads it as a separate copy.
+"""
+
+import copy
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+
+
+LAYER_KINDS = ("full", "sparse", "window")
+WINDOW_BRANCHES = ("own", "shared_kv", "none", "merged_shared", "merged_own")
+ROPE_TYPES_WITH_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+
+
+def regular_layer_plan(num_layers: int, sparse_layers_per_full: int) -> list[str]:
+    """One full layer, then `sparse_layers_per_full` sparse ones, repeated; the last layer is full.
+
+    Args:
+        num_layers (`int`): layers in the model.
+        sparse_layers_per_full (`int`): N of the 1:N ratio; 0 makes every layer full.
+    Source: HySparse (arXiv:2602.03560), section 3; reproduces its 5 full layers of 49 at 1:11.
+    """
+    period = sparse_layers_per_full + 1
+    return ["full" if i % period == 0 or i == num_layers - 1 else "sparse" for i in range(num_layers)]
+
+
+@strict
+class HySparseConfig(PreTrainedConfig):
+    r"""
+    Configuration of a HySparse decoder. Fields with the library's usual names mean what they mean in Llama.
+
+    Args:
+        v_head_dim (`int`, *optional*): channels per value head; default `head_dim`.
+        use_qk_norm (`bool`): RMSNorm over each query and key head before the rotation (Qwen3).
+        attention_output_bias (`bool`, *optional*): bias of `o_proj`; default `attention_bias` (Qwen2 sets False).
+        rope_parameters (`dict`, *optional*): one dict for all layers, or one per layer kind:
+            `{"full": {...}, "sparse": {...}, "window": {...}}`. `None` for a kind means no position encoding there.
+        layer_plan (`list[str]`, *optional*): per layer `"full"`, `"sparse"` or `"window"`; a full layer must come
+            before every sparse one. Default: regular, from `sparse_layers_per_full`.
+        sparse_layers_per_full (`int`): N of the 1:N ratio; only read when `layer_plan` is not given.
+        oracle_block_size (`int`): tokens per block of keys.
+        oracle_budget (`int`): tokens selected per query and KV head; a multiple of `oracle_block_size`.
+        oracle_block_reduction (`str`): `"max"` or `"sum"` of the probabilities inside a block.
+        oracle_head_reduction (`str`): `"max"` or `"mean"` over the heads of a KV group.
+        oracle_forced_first_blocks (`int`): leading blocks always selected, inside the budget.
+        oracle_forced_local_blocks (`int`): blocks ending with the query's own, always selected, inside the budget.
+        sliding_window (`int`): tokens seen by the window branch, the query's own included.
+        gate_granularity (`str`): `"elementwise"` (one gate per value channel), `"headwise"` or `"none"`.
+        attention_sink (`bool`): one learnable sink logit per head in the branches of sparse and window layers.
+        full_layer_gate (`bool`), window_layer_gate (`bool`): gate the output of full / window layers too.
+        share_full_kv (`bool`): sparse layers read the full layer's keys and values; False gives each its own.
+        share_oracle (`bool`): sparse layers reuse the full layer's selection; False makes each select for itself.
+        window_branch (`str`): `"own"`, `"shared_kv"`, `"none"`, `"merged_shared"` or `"merged_own"`.
+        dense (`bool`): sparsity off: every layer attends fully over its own keys and values, no gates, no sinks.
+
+    Raises:
+        ValueError: fields contradict each other; the message says what to change.
+
+    ```python
+    >>> from hysparse_hf import HySparseConfig
+    >>> HySparseConfig(num_hidden_layers=5).layer_plan
+    ['full', 'sparse', 'sparse', 'sparse', 'full']
+    ```
+    """
+
+    model_type = "hysparse"
+    keys_to_ignore_at_inference = ("past_key_values", "cache")
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_output_bias: bool | None = None
+    attention_dropout: int | float | None = 0.0
+    mlp_bias: bool = False
+    use_qk_norm: bool = False
+
+    layer_plan: list[str] | None = None
+    sparse_layers_per_full: int = 3
+    oracle_block_size: int = 64
+    oracle_budget: int = 1024
+    oracle_block_reduction: Literal["max", "sum"] = "max"
+    oracle_head_reduction: Literal["max", "mean"] = "max"
+    oracle_forced_first_blocks: int = 0
+    oracle_forced_local_blocks: int = 0
+    sliding_window: int = 128
+    gate_granularity: Literal["elementwise", "headwise", "none"] = "elementwise"
+    attention_sink: bool = True
+    full_layer_gate: bool = False
+    window_layer_gate: bool = False
+    share_full_kv: bool = True
+    share_oracle: bool = True
+    window_branch: str = "own"
+    dense: bool = False
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.v_head_dim is None:
+            self.v_head_dim = self.head_dim
+        if self.attention_output_bias is None:
+            self.attention_output_bias = self.attention_bias
+        if self.layer_plan is None:
+            self.layer_plan = regular_layer_plan(self.num_hidden_layers, self.sparse_layers_per_full)
+        super().__post_init__(**kwargs)
+        self.check()
+
+    def check(self) -> None:
+        """Raise `ValueError` when fields contradict each other. Models call it again: fields may be set later."""
+        self._check_heads()
+        self._check_plan()
+        self._check_selection()
+        self._check_switches()
+
+    def _check_heads(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` must be a multiple of `num_key_value_heads`, got {self.num_attention_heads} "
+                f"and {self.num_key_value_heads}; give each KV head the same number of query heads."
+            )
+        if self.attention_dropout:
+            raise ValueError(
+                f"`attention_dropout` must be 0, got {self.attention_dropout}: the oracle's probabilities choose the "
+                "blocks, and dropping them would change the selection; set it to 0.0."
+            )
+
+    def _check_plan(self) -> None:
+        plan = self.layer_plan
+        unknown = sorted(set(plan) - set(LAYER_KINDS))
+        if unknown:
+            raise ValueError(f"`layer_plan` entries must be among {LAYER_KINDS}, got {unknown}; correct them.")
+        if len(plan) != self.num_hidden_layers:
+            raise ValueError(
+                f"`layer_plan` must have one entry per layer ({self.num_hidden_layers}), got {len(plan)}; give both "
+                "`num_hidden_layers` and a plan of that length, or `layer_plan=None` with a ratio."
+            )
+        if "sparse" in plan and "full" not in plan[: plan.index("sparse")]:
+            raise ValueError(
+                f"`layer_plan` must have a full layer before its first sparse layer (layer {plan.index('sparse')}), "
+                f"got {plan}; a sparse layer reads the preceding full layer."
+            )
+
+    def _check_selection(self) -> None:
+        size, budget = self.oracle_block_size, self.oracle_budget
+        if size < 1:
+            raise ValueError(f"`oracle_block_size` must be at least 1 token, got {size}.")
+        if budget < size or budget % size:
+            below, above = max(budget // size, 1) * size, (budget // size + 1) * size
+            raise ValueError(
+                f"`oracle_budget` must be a multiple of `oracle_block_size` ({size}), got {budget}; "
+                f"use {' or '.join(str(n) for n in sorted({below, above}))}."
+            )
+        forced = self.oracle_forced_first_blocks + self.oracle_forced_local_blocks
+        if self.oracle_forced_first_blocks < 0 or self.oracle_forced_local_blocks < 0 or forced > budget // size:
+            raise ValueError(
+                "`oracle_forced_first_blocks` + `oracle_forced_local_blocks` must lie between 0 and the "
+                f"{budget // size} blocks of the budget, got {self.oracle_forced_first_blocks} + "
+                f"{self.oracle_forced_local_blocks}; raise `oracle_budget` or force fewer."
+            )
+        if self.sliding_window < 1:
+            raise ValueError(
+                f"`sliding_window` must be at least 1 (the query's own token), got {self.sliding_window}; "
+                "to drop the branch set `window_branch='none'`."
+            )
+
+    def _check_switches(self) -> None:
+        if self.window_branch not in WINDOW_BRANCHES:
+            raise ValueError(f"`window_branch` must be one of {WINDOW_BRANCHES}, got {self.window_branch!r}.")
+        if not self.share_full_kv and self.window_branch in ("shared_kv", "merged_shared"):
+            raise ValueError(
+                f"`window_branch={self.window_branch!r}` reads the full layer's keys and values, which "
+                "`share_full_kv=False` removes; use 'own', 'none' or 'merged_own'."
+            )
+
+    @property
+    def cache_plan(self) -> list[str]:
+        """Per layer what it caches: `"full"` (every token), `"window"` (the last few) or `"none"`."""
+        return [self._cached_by(kind) for kind in self.layer_plan]
+
+    def _cached_by(self, kind: str) -> str:
+        if self.dense or kind == "full":
+            return "full"
+        if kind == "window":
+            return "window"
+        if not self.share_full_kv:
+            return "full"
+        return "window" if self.window_branch in ("own", "merged_own") else "none"
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The plan in the library's closed list of names (what masks and caches of the library would need)."""
+        return ["full_attention" if kept == "full" else "sliding_attention" for kept in self.cache_plan]
+
+    @layer_types.setter
+    def layer_types(self, value: Any) -> None:
+        # Derived from the plan; a value found in a saved file is a copy of what the plan says.
+        pass
+
+    @property
+    def rope_is_per_kind(self) -> bool:
+        return bool(self.rope_parameters) and set(self.rope_parameters) <= set(LAYER_KINDS)
+
+    def rope_for(self, kind: str) -> dict | None:
+        """Rotary settings of one layer kind; `None` means no position encoding."""
+        if not self.rope_is_per_kind:
+            return self.rope_parameters
+        return self.rope_parameters[kind] if kind in self.rope_parameters else self.rope_parameters["full"]
+
+    def convert_rope_params_to_dict(self, **kwargs):
+        # Library versions disagree on which keys mark a per-kind dict, so the whole step is done here.
+        parameters = copy.deepcopy(kwargs.pop("rope_scaling", None) or self.rope_parameters or {})
+        theta = kwargs.pop("rope_theta", None)
+        partial = kwargs.pop("partial_rotary_factor", None)
+        per_kind = bool(parameters) and set(parameters) <= set(LAYER_KINDS)
+        if per_kind and "full" not in parameters:
+            raise ValueError(
+                f"`rope_parameters` given per layer kind must include 'full', got {sorted(parameters)}; add it."
+            )
+        for entry in parameters.values() if per_kind else [parameters]:
+            if entry is not None:
+                self._standardize_rope(entry, theta, partial)
+        self.rope_parameters = parameters
+        return kwargs
+
+    def _standardize_rope(self, entry: dict, theta: float | None, partial: float | None) -> None:
+        entry["rope_type"] = entry.get("rope_type", entry.pop("type", "default"))
+        entry.pop("type", None)
+        entry.setdefault("rope_theta", 10000.0 if theta is None else theta)
+        if partial is not None:
+            entry.setdefault("partial_rotary_factor", partial)
+        if entry["rope_type"] in ROPE_TYPES_WITH_ORIGINAL_LENGTH:
+            original = getattr(self, "original_max_position_embeddings", None) or self.max_position_embeddings
+            entry.setdefault("original_max_position_embeddings", original)
+
+    def standardize_rope_params(self) -> None:
+        """Called by the library's own rotary functions; the parameters are already in standard form."""
+
+    def validate_rope(self) -> None:
+        """Check each kind's rotary settings with the library's own rules."""
+        entries = self.rope_parameters.values() if self.rope_is_per_kind else [self.rope_parameters]
+        for entry in entries:
+            if not entry:
+                continue
+            check = getattr(self, f"_validate_{entry['rope_type']}_rope_parameters", None)
+            if check is None:
+                raise ValueError(f"`rope_type` {entry['rope_type']!r} is not known to this version of transformers.")
+            check(entry, ignore_keys={"partial_rotary_factor"})
+
+
+__all__ = ["HySparseConfig"]

@@ -1,0 +1,278 @@
+"""Every operation in plain torch: the specification that the kernels imitate. Any float dtype, any device.
+
+Queries are taken in chunks against all the keys they may see, with a mask; memory is bounded by the chunk, not by
+the square of the length. Scores and the softmax state are float32 (float64 for float64 inputs), and probabilities
+are rounded to the value dtype before they meet the values, as in the kernels. Logits are kept in base 2, as there:
+`exp2` is also three to ten times faster than `exp` on a CPU.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from .rows_hysparse import Rows
+from .selection_hysparse import chosen_blocks, reduce_blocks, reduce_heads, select_blocks
+
+
+# Scores held at once, in elements. On two CPU cores 2M (8 MB of float32) ran fastest at 8,192 tokens.
+CHUNK_ELEMENTS = 2 * 1024 * 1024
+LN2 = math.log(2)
+
+
+def full_attention_with_oracle(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    block_size: int,
+    n_selected: int,
+    scaling: float,
+    rows: Rows,
+    block_reduction: str = "max",
+    head_reduction: str = "max",
+    forced_first_blocks: int = 0,
+    forced_local_blocks: int = 0,
+    return_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Causal softmax attention that also chooses key blocks; `n_selected=0` chooses none.
+
+    Returns:
+        `(output, lse, indices, weights)`; the last two are None when not asked for.
+    Source: HySparse (arXiv:2602.03560), section 3.2 and equation 3.
+    """
+    batch, heads, q_len, _ = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    pieces = _Pieces(return_weights, kv_len)
+    indices = []
+    for start, stop in _chunks(q_len, batch * heads * kv_len):
+        limit = _last_visible(rows, stop, q_len, kv_len)
+        visible = visible_keys(rows, start, stop, q_len, kv_len, 0, limit, query.device)
+        logits = _masked_logits(query[:, :, start:stop], key[:, :, :limit], visible, scaling)
+        output, lse, weights = _softmax(logits, value[:, :, :limit], None, return_weights)
+        pieces.add(output, lse, weights, 0)
+        if n_selected:
+            columns = _document_columns(logits.detach(), rows, start, stop)
+            if block_reduction == "max":
+                scores = reduce_blocks(columns, block_size, "max") * LN2
+            else:
+                scores = reduce_blocks(columns * LN2, block_size, block_reduction)
+            # A row that sees nothing has lse -inf; its scores are -inf already.
+            scores = scores - lse.detach().nan_to_num(neginf=0.0).unflatten(1, (kv_heads, -1))[..., None]
+            owned = rows.owned_columns(start, stop, q_len, kv_len, query.device)
+            first = rows.first_columns(start, stop)
+            indices.append(
+                select_blocks(
+                    reduce_heads(scores, head_reduction),
+                    (owned if first is None else owned - first) // block_size,
+                    n_selected,
+                    forced_first_blocks=forced_first_blocks,
+                    forced_local_blocks=forced_local_blocks,
+                )
+            )
+    output, lse, weights = pieces.join(query.dtype)
+    return output, lse, torch.cat(indices, dim=2) if n_selected else None, weights
+
+
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    block_size: int,
+    scaling: float,
+    rows: Rows,
+    sink: torch.Tensor | None = None,
+    window: int = 0,
+    return_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Softmax over the selected blocks, and over the last `window` tokens in the same softmax.
+
+    Returns:
+        `(output, lse, weights)`; lse excludes the sink.
+    Source: HySparse (arXiv:2602.03560), section 3.3; `window` is control experiment 10.
+    """
+    batch, heads, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    num_blocks = math.ceil(kv_len / block_size)
+    pieces = _Pieces(return_weights, kv_len)
+    for start, stop in _chunks(q_len, batch * heads * kv_len):
+        limit = _last_visible(rows, stop, q_len, kv_len)
+        visible = visible_keys(rows, start, stop, q_len, kv_len, 0, limit, query.device)
+        chosen = chosen_blocks(indices[:, :, start:stop], num_blocks)
+        first = rows.first_columns(start, stop)
+        columns = torch.arange(limit, device=query.device)
+        if first is None:
+            chosen = chosen.repeat_interleave(block_size, dim=-1)[..., :limit]
+        else:
+            block = ((columns - first[..., None]) // block_size).clamp(min=0)
+            chosen = chosen.gather(-1, block[:, None].expand(*chosen.shape[:3], -1))
+        if window:
+            owned = rows.owned_columns(start, stop, q_len, kv_len, query.device)
+            chosen = chosen | (columns > owned[..., None] - window)[:, None]
+        logits = _masked_logits(query[:, :, start:stop], key[:, :, :limit], visible & chosen, scaling)
+        pieces.add(*_softmax(logits, value[:, :, :limit], sink, return_weights), 0)
+    return pieces.join(query.dtype)
+
+
+def sliding_window_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    window: int,
+    scaling: float,
+    rows: Rows,
+    sink: torch.Tensor | None = None,
+    return_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Softmax over the last `window` tokens of the query's document, its own included.
+
+    Returns:
+        `(output, lse, weights)`; lse excludes the sink.
+    Source: HySparse (arXiv:2602.03560), section 3.3.
+    """
+    batch, heads, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    # Only where no row has an offset of its own is the band of keys known without looking at the data.
+    banded = rows.query_start is None
+    width = min(kv_len, 2 * window) if banded else kv_len
+    pieces = _Pieces(return_weights, kv_len)
+    for start, stop in _chunks(q_len, batch * heads * width, at_most=max(window, 64) if banded else None):
+        limit = _last_visible(rows, stop, q_len, kv_len)
+        lowest = max(0, kv_len - q_len + start - window + 1) if banded else 0
+        visible = visible_keys(rows, start, stop, q_len, kv_len, lowest, limit, query.device)
+        owned = rows.owned_columns(start, stop, q_len, kv_len, query.device)
+        near = torch.arange(lowest, limit, device=query.device) > owned[..., None] - window
+        keys, values = key[:, :, lowest:limit], value[:, :, lowest:limit]
+        logits = _masked_logits(query[:, :, start:stop], keys, visible & near[:, None], scaling)
+        pieces.add(*_softmax(logits, values, sink, return_weights), lowest)
+    return pieces.join(query.dtype)
+
+
+def merge_branches(
+    outputs: tuple[torch.Tensor, torch.Tensor], lses: tuple[torch.Tensor, torch.Tensor], sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One softmax over two disjoint sets of candidates, from each set's own softmax (control experiment 11).
+
+    Args:
+        outputs, lses: each branch's `(batch, heads, q_len, v_head_dim)` and `(batch, heads, q_len)`, without sink.
+        sink (`torch.Tensor`, *optional*): `(heads,)`, joins the denominator.
+    Returns:
+        `(output, shares)`: shares `(2, batch, heads, q_len)`, the weight that each branch received.
+    """
+    terms = list(lses)
+    if sink is not None:
+        terms.append(sink.to(lses[0].dtype)[None, :, None].expand_as(lses[0]))
+    stacked = torch.stack(terms)
+    largest = stacked.detach().amax(0).nan_to_num(neginf=0.0)
+    weights = torch.exp(stacked - largest)
+    shares = weights[:2] / _nonzero(weights.sum(0))
+    output = sum(share[..., None] * branch for share, branch in zip(shares, outputs, strict=True))
+    return output.to(outputs[0].dtype), shares
+
+
+def visible_keys(
+    rows: Rows, start: int, stop: int, q_len: int, kv_len: int, lowest: int, limit: int, device: torch.device
+) -> torch.Tensor:
+    """Which of the columns `lowest:limit` the queries `start:stop` see: bool `(batch or 1, 1 or heads, q, columns)`."""
+    if rows.visibility is not None:
+        return rows.visibility[:, :, start:stop, lowest:limit]
+    columns = torch.arange(lowest, limit, device=device)
+    visible = columns <= rows.owned_columns(start, stop, q_len, kv_len, device)[..., None]
+    first = rows.first_columns(start, stop)
+    if first is not None:
+        visible = visible & (columns >= first[..., None])
+    return visible[:, None]
+
+
+class _Pieces:
+    """Outputs of successive query chunks, joined once."""
+
+    def __init__(self, return_weights: bool, kv_len: int):
+        self.return_weights = return_weights
+        self.kv_len = kv_len
+        self.outputs: list[torch.Tensor] = []
+        self.lses: list[torch.Tensor] = []
+        self.weights: list[torch.Tensor] = []
+
+    def add(self, output: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor | None, lowest: int) -> None:
+        self.outputs.append(output)
+        self.lses.append(lse)
+        if weights is not None:
+            behind = self.kv_len - lowest - weights.shape[-1]
+            self.weights.append(torch.nn.functional.pad(weights, (lowest, behind)))
+
+    def join(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        weights = torch.cat(self.weights, dim=2) if self.return_weights else None
+        return torch.cat(self.outputs, dim=2).to(dtype), torch.cat(self.lses, dim=2), weights
+
+
+def _chunks(q_len: int, elements_per_query: int, at_most: int | None = None) -> Iterator[tuple[int, int]]:
+    length = max(1, CHUNK_ELEMENTS // max(elements_per_query, 1))
+    if at_most is not None:
+        length = min(length, at_most)
+    for start in range(0, q_len, length):
+        yield start, min(start + length, q_len)
+
+
+def _last_visible(rows: Rows, stop: int, q_len: int, kv_len: int) -> int:
+    """One past the last column that any of the queries before `stop` may see."""
+    return kv_len if rows.visibility is not None else kv_len - q_len + stop
+
+
+def _state_dtype(states: torch.Tensor) -> torch.dtype:
+    return torch.float64 if states.dtype == torch.float64 else torch.float32
+
+
+def _masked_logits(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Scaled scores in base 2, `(batch, kv_heads, group, q_len, columns)`, `-inf` where not visible."""
+    batch, heads, q_len, dim = query.shape
+    kv_heads = key.shape[1]
+    dtype = _state_dtype(query)
+    # The group's heads join the query axis: one product per KV head, and no copy of the keys.
+    grouped = (query.to(dtype) * (scaling / LN2)).reshape(batch, kv_heads, -1, dim)
+    logits = (grouped @ key.to(dtype).transpose(-1, -2)).view(batch, kv_heads, heads // kv_heads, q_len, -1)
+    if visible.shape[1] == heads and heads != kv_heads:
+        visible = visible.unflatten(1, (kv_heads, -1))
+    else:
+        visible = visible[:, :, None]
+    return logits.masked_fill_(~visible, -math.inf)
+
+
+def _softmax(
+    logits: torch.Tensor, value: torch.Tensor, sink: torch.Tensor | None, return_weights: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Attend with base-2 logits `(batch, kv_heads, group, q_len, columns)`; a row without keys gives 0."""
+    batch, kv_heads, group, q_len, _ = logits.shape
+    largest = logits.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
+    exponentials = torch.exp2(logits - largest)
+    mass = exponentials.sum(-1, keepdim=True)
+    lse = torch.where(mass == 0, -math.inf, (largest + torch.log2(_nonzero(mass))) * LN2)
+    share = 1 / _nonzero(mass)
+    if sink is not None:
+        # The sink's term in the denominator is one more factor: mass / (mass + exp(sink)).
+        share = share * torch.sigmoid(lse - sink.to(lse.dtype).view(1, kv_heads, group, 1, 1))
+    rounded = exponentials.to(value.dtype).to(logits.dtype).reshape(batch, kv_heads, group * q_len, -1)
+    output = (rounded @ value.to(logits.dtype)).view(batch, kv_heads, group, q_len, -1) * share
+    weights = (exponentials * share).flatten(1, 2) if return_weights else None
+    return output.flatten(1, 2), lse.squeeze(-1).flatten(1, 2), weights
+
+
+def _nonzero(denominator: torch.Tensor) -> torch.Tensor:
+    return torch.where(denominator == 0, 1.0, denominator)
+
+
+def _document_columns(logits: torch.Tensor, rows: Rows, start: int, stop: int) -> torch.Tensor:
+    """Shift each query's logits so that column 0 is the first token of its document."""
+    first = rows.first_columns(start, stop)
+    if first is None:
+        return logits
+    columns = torch.arange(logits.shape[-1], device=logits.device) + first[..., None]
+    inside = columns < logits.shape[-1]
+    index = columns.clamp(max=logits.shape[-1] - 1)[:, None, None]
+    shifted = logits.gather(-1, index.expand(*logits.shape[:4], -1))
+    return shifted.masked_fill(~inside[:, None, None], -math.inf)
+
+

@@ -1,0 +1,159 @@
+"""Where each query stands: padding, packed documents and cached prefixes, described without host synchronisation.
+
+Inside the attention layers the tokens of a row are *compact*: visible tokens first, in order, padding behind them.
+A cached key then stands at the column that equals its content position, whatever padding came between, and causality
+alone hides padding. What is left to describe is one offset per row, and where packed documents begin.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which key columns each query sees. Query `i` of row `b` owns column `query_start[b] + i`.
+
+    Visible are the columns from `first_key` to the query's own. Block ids count from `first_key`.
+
+    Args:
+        query_start (`torch.Tensor`, *optional*): `(batch,)`, integer: the key column owned by the row's first query;
+            at most `kv_len - q_len`, which is also the default.
+        first_key (`torch.Tensor`, *optional*): `(batch, q_len)` or `(batch, 1)`, integer: the first column of the
+            query's document (packing), or of the row (left padding). Default 0.
+        visibility (`torch.Tensor`, *optional*): `(batch, 1 or heads, q_len, kv_len)`, bool: a caller's own mask. It
+            replaces causality, and blocks and windows count slots. Reference back end only.
+    Source: HySparse (arXiv:2602.03560) has no padding; the rule "blocks count a document's own tokens" is ours.
+    """
+
+    query_start: torch.Tensor | None = None
+    first_key: torch.Tensor | None = None
+    visibility: torch.Tensor | None = None
+
+    @staticmethod
+    def from_padding(padding: torch.Tensor) -> "Rows":
+        """Left-padded rows: `padding` `(batch,)` counts the padded columns in front of each row."""
+        return Rows(first_key=padding[:, None])
+
+    @staticmethod
+    def from_cu_seqlens(cu_seqlens: torch.Tensor, length: int) -> "Rows":
+        """Documents packed into one row of `length` tokens; `cu_seqlens` `(documents + 1,)` as FlashAttention's."""
+        columns = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        document = torch.searchsorted(cu_seqlens, columns, right=True) - 1
+        return Rows(first_key=cu_seqlens[document][None].long())
+
+    @staticmethod
+    def from_position_ids(position_ids: torch.Tensor) -> "Rows":
+        """Documents packed into rows; a document begins where `position_ids` `(batch, length)` does not increase."""
+        columns = torch.arange(position_ids.shape[-1], device=position_ids.device)
+        begins = torch.zeros_like(position_ids)
+        begins[:, 1:] = torch.where(position_ids[:, 1:] <= position_ids[:, :-1], columns[1:], 0)
+        return Rows(first_key=torch.cummax(begins, dim=-1).values)
+
+    def owned_columns(self, start: int, stop: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+        """Key column owned by each of the queries `start:stop`, shape `(batch or 1, stop - start)`."""
+        steps = torch.arange(start, stop, device=device)
+        if self.query_start is None:
+            return (steps + kv_len - q_len)[None]
+        return self.query_start[:, None] + steps
+
+    def first_columns(self, start: int, stop: int) -> torch.Tensor | None:
+        """First visible column of the queries `start:stop`, shape `(batch, stop - start or 1)`, or None for 0."""
+        if self.first_key is None or self.first_key.shape[1] == 1:
+            return self.first_key
+        return self.first_key[:, start:stop]
+
+
+PLAIN_ROWS = Rows()
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """How the new tokens of one forward call stand in their rows; built once, read by every layer.
+
+    Args:
+        positions (`torch.Tensor`): `(batch or 1, q_len)`: content position of each new token, in slot order.
+        rows (`Rows`): for attention over keys that are stored by content position.
+        order (`torch.Tensor`, *optional*): `(batch, q_len)`: slot of the i-th compact token; None keeps slots.
+        visible (`torch.Tensor`, *optional*): `(batch, past + q_len)`, bool, in slots.
+        past_counts, new_counts (`torch.Tensor`, *optional*): `(batch,)`: visible tokens cached and arriving.
+    """
+
+    positions: torch.Tensor
+    rows: Rows = PLAIN_ROWS
+    order: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
+    past_counts: torch.Tensor | None = None
+    new_counts: torch.Tensor | None = None
+
+    def compact(self, states: torch.Tensor) -> torch.Tensor:
+        """Bring `(batch, heads, q_len, ...)` from slot order into compact order."""
+        return states if self.order is None else _take(states, self.order)
+
+    def restore(self, states: torch.Tensor) -> torch.Tensor:
+        """Bring `(batch, heads, q_len, ...)` from compact order back into slot order."""
+        return states if self.order is None else _take(states, torch.argsort(self.order, dim=-1))
+
+    def restore_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """Attention maps `(batch, heads, q_len, columns)` from compact order into slots, 0 at padding."""
+        if self.visible is None:
+            return weights
+        column = (self.visible.cumsum(-1) - 1).clamp(min=0)[:, None, None]
+        weights = self.restore(weights)
+        weights = weights.gather(-1, column.expand(*weights.shape[:3], -1))
+        return weights * self.visible[:, None, None]
+
+    def hide_padding(self, indices: torch.Tensor) -> torch.Tensor:
+        """Indices `(batch, kv_heads, q_len, n)` in slot order, with -1 where the query is padding."""
+        if self.visible is None:
+            return indices
+        is_token = self.visible[:, -indices.shape[2] :, None]
+        return torch.where(is_token[:, None], indices, -1)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "TokenLayout":
+        """The same layout on another device (layers of one model may stand on several)."""
+        if self.positions.device == torch.device(device):
+            return self
+
+        def move(tensor):
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+        rows = Rows(*(move(part) for part in (self.rows.query_start, self.rows.first_key, self.rows.visibility)))
+        names = ("positions", "order", "visible", "past_counts", "new_counts")
+        return replace(self, rows=rows, **{name: move(getattr(self, name)) for name in names})
+
+
+def _take(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    index = order.view(order.shape[0], 1, -1, *([1] * (states.dim() - 3)))
+    return states.gather(2, index.expand(-1, states.shape[1], -1, *states.shape[3:]))
+
+
+def layout_of_mask(attention_mask: torch.Tensor, q_len: int) -> TokenLayout:
+    """Layout of rows with padding anywhere: left, right, or holes between turns.
+
+    Args:
+        attention_mask (`torch.Tensor`): `(batch, past + q_len)`, nonzero where a token is visible.
+        q_len (`int`): how many of the last columns are new.
+    """
+    visible = attention_mask.bool()
+    new = visible[:, -q_len:]
+    past = visible.shape[1] - q_len
+    past_counts = visible[:, :past].sum(-1)
+    positions = (past_counts[:, None] + new.cumsum(-1) - 1).clamp(min=0)
+    # One new token has one place; sorting would only cost a launch.
+    order = torch.argsort((~new).long(), dim=-1, stable=True) if q_len > 1 else None
+    return TokenLayout(
+        positions=positions,
+        rows=Rows(query_start=past_counts) if past else PLAIN_ROWS,
+        order=order,
+        visible=visible,
+        past_counts=past_counts,
+        new_counts=new.sum(-1),
+    )
+
+
+def layout_of_length(past: int, q_len: int, device: torch.device, rows: Rows = PLAIN_ROWS) -> TokenLayout:
+    """Layout of rows without padding: `q_len` new tokens behind `past` cached ones."""
+    columns = torch.arange(past, past + q_len, device=device)[None]
+    positions = columns if rows.first_key is None else columns - rows.first_key
+    return TokenLayout(positions=positions, rows=rows)
