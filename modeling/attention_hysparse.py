@@ -31,7 +31,9 @@ def resolve_backend(backend: str) -> str:
     return "reference" if backend == "auto" else backend
 
 
-def _implementation(backend: str, operation: str) -> ModuleType:
+def _implementation(backend: str, operation: str, return_weights: bool) -> ModuleType:
+    if return_weights and backend == "auto":
+        backend = "reference"
     if resolve_backend(backend) == "triton":
         raise NotImplementedError(
             f"backend='triton' has no kernel for `{operation}` in this version; use backend='reference' or 'auto'."
@@ -52,8 +54,9 @@ def full_attention_with_oracle(
     head_reduction: str = "max",
     forced_first_blocks: int = 0,
     forced_local_blocks: int = 0,
+    return_weights: bool = False,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, ...]:
     """Causal softmax attention whose own probabilities choose the top key blocks per query and KV head.
 
     Args:
@@ -67,6 +70,7 @@ def full_attention_with_oracle(
         block_reduction (`str`): `"max"` or `"sum"` of the probabilities in a block.
         head_reduction (`str`): `"max"` or `"mean"` over the heads of a KV group, each normalised by itself.
         forced_first_blocks, forced_local_blocks (`int`): blocks always chosen, inside `n_selected`.
+        return_weights (`bool`): append the attention map `(batch, heads, q_len, kv_len)`; reference only.
         backend (`str`): `"auto"`, `"reference"` or `"triton"`.
     Returns:
         `(output, lse, indices)`: output `(batch, heads, q_len, v_head_dim)`; lse `(batch, heads, q_len)`, float32
@@ -82,7 +86,7 @@ def full_attention_with_oracle(
     _check_choice("head_reduction", head_reduction, ("max", "mean"))
     _check_at_least("block_size", block_size, 1)
     _check_at_least("n_selected", n_selected, 0)
-    return _implementation(backend, "full_attention_with_oracle").full_attention_with_oracle(
+    results = _implementation(backend, "full_attention_with_oracle", return_weights).full_attention_with_oracle(
         query,
         key,
         value,
@@ -94,7 +98,9 @@ def full_attention_with_oracle(
         head_reduction=head_reduction,
         forced_first_blocks=forced_first_blocks,
         forced_local_blocks=forced_local_blocks,
-    )[:3]
+        return_weights=return_weights,
+    )
+    return results if return_weights else results[:3]
 
 
 def block_sparse_attention(
@@ -108,8 +114,10 @@ def block_sparse_attention(
     window: int = 0,
     scaling: float | None = None,
     rows: Rows | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
     backend: str = "auto",
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attend from each query to the selected key blocks of its KV group, causally inside the last block.
 
     Args:
@@ -118,8 +126,10 @@ def block_sparse_attention(
         block_size (`int`): tokens per block.
         sink (`torch.Tensor`, *optional*): `(heads,)`, one logit beside the scaled scores in the denominator.
         window (`int`): the last `window` tokens join the same softmax (control experiment 10); 0 for none.
+        return_lse, return_weights (`bool`): append the log-sum-exp without sink (differentiable), and the attention
+            map (reference only).
     Returns:
-        `torch.Tensor`: `(batch, heads, q_len, v_head_dim)`; 0 where nothing is selected.
+        `torch.Tensor`: `(batch, heads, q_len, v_head_dim)`; 0 where nothing is selected. A tuple when more is asked.
     Raises:
         ValueError, NotImplementedError: as in `full_attention_with_oracle`.
     Source: HySparse (arXiv:2602.03560), section 3.3.
@@ -134,7 +144,7 @@ def block_sparse_attention(
             f"`indices` must have shape (batch, kv_heads, q_len, n) = ({', '.join(map(str, expected))}, n), got "
             f"{tuple(indices.shape)}; pass the indices that the full layer returned for these queries."
         )
-    return _implementation(backend, "block_sparse_attention").block_sparse_attention(
+    results = _implementation(backend, "block_sparse_attention", return_weights).block_sparse_attention(
         query,
         key,
         value,
@@ -144,7 +154,9 @@ def block_sparse_attention(
         window=window,
         scaling=_scaling(scaling, query),
         rows=_checked_rows(rows, query, key),
-    )[0]
+        return_weights=return_weights,
+    )
+    return _asked_for(results, return_lse, return_weights)
 
 
 def sliding_window_attention(
@@ -156,16 +168,19 @@ def sliding_window_attention(
     sink: torch.Tensor | None = None,
     scaling: float | None = None,
     rows: Rows | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
     backend: str = "auto",
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attend from each query to the last `window` tokens of its document, its own included.
 
     Args:
         query, key, value, scaling, rows, backend: as in `full_attention_with_oracle`.
         window (`int`): tokens; 0 attends to nothing and gives 0.
         sink (`torch.Tensor`, *optional*): `(heads,)`, one logit in the denominator.
+        return_lse, return_weights (`bool`): as in `block_sparse_attention`.
     Returns:
-        `torch.Tensor`: `(batch, heads, q_len, v_head_dim)`.
+        `torch.Tensor`: `(batch, heads, q_len, v_head_dim)`. A tuple when more is asked.
     Raises:
         ValueError, NotImplementedError: as in `full_attention_with_oracle`.
     Source: HySparse (arXiv:2602.03560), section 3.3.
@@ -173,7 +188,7 @@ def sliding_window_attention(
     _check_states(query, key, value)
     _check_sink(sink, query)
     _check_at_least("window", window, 0)
-    return _implementation(backend, "sliding_window_attention").sliding_window_attention(
+    results = _implementation(backend, "sliding_window_attention", return_weights).sliding_window_attention(
         query,
         key,
         value,
@@ -181,7 +196,38 @@ def sliding_window_attention(
         sink=sink,
         scaling=_scaling(scaling, query),
         rows=_checked_rows(rows, query, key),
-    )[0]
+        return_weights=return_weights,
+    )
+    return _asked_for(results, return_lse, return_weights)
+
+
+def merge_branches(
+    outputs: tuple[torch.Tensor, torch.Tensor], lses: tuple[torch.Tensor, torch.Tensor], sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One softmax over two sets of candidates, from each set's own softmax.
+
+    Args:
+        outputs, lses: each branch's `(batch, heads, q_len, v_head_dim)` and `(batch, heads, q_len)`, without sink.
+        sink (`torch.Tensor`, *optional*): `(heads,)`, joins the denominator.
+    Returns:
+        `(output, shares)`: shares `(2, batch, heads, q_len)`, the weight that each branch received.
+    Source: control experiment 11 of HySparse (arXiv:2602.03560), section 4.
+    """
+    terms = list(lses)
+    if sink is not None:
+        terms.append(sink.to(lses[0].dtype)[None, :, None].expand_as(lses[0]))
+    # exp of the differences, so that a branch without keys (lse of -inf) weighs exactly nothing.
+    stacked = torch.stack(terms)
+    weights = torch.exp(stacked - stacked.detach().amax(0).nan_to_num(neginf=0.0))
+    total = weights.sum(0)
+    shares = weights[:2] / torch.where(total == 0, 1.0, total)
+    output = shares[0][..., None] * outputs[0] + shares[1][..., None] * outputs[1]
+    return output.to(outputs[0].dtype), shares
+
+
+def _asked_for(results: tuple[torch.Tensor, ...], return_lse: bool, return_weights: bool):
+    asked = [results[0]] + [results[1]] * return_lse + [results[2]] * return_weights
+    return asked[0] if len(asked) == 1 else tuple(asked)
 
 
 def _scaling(scaling: float | None, query: torch.Tensor) -> float:

@@ -151,28 +151,6 @@ def sliding_window_attention(
     return pieces.join(query.dtype)
 
 
-def merge_branches(
-    outputs: tuple[torch.Tensor, torch.Tensor], lses: tuple[torch.Tensor, torch.Tensor], sink: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One softmax over two disjoint sets of candidates, from each set's own softmax (control experiment 11).
-
-    Args:
-        outputs, lses: each branch's `(batch, heads, q_len, v_head_dim)` and `(batch, heads, q_len)`, without sink.
-        sink (`torch.Tensor`, *optional*): `(heads,)`, joins the denominator.
-    Returns:
-        `(output, shares)`: shares `(2, batch, heads, q_len)`, the weight that each branch received.
-    """
-    terms = list(lses)
-    if sink is not None:
-        terms.append(sink.to(lses[0].dtype)[None, :, None].expand_as(lses[0]))
-    stacked = torch.stack(terms)
-    largest = stacked.detach().amax(0).nan_to_num(neginf=0.0)
-    weights = torch.exp(stacked - largest)
-    shares = weights[:2] / _nonzero(weights.sum(0))
-    output = sum(share[..., None] * branch for share, branch in zip(shares, outputs, strict=True))
-    return output.to(outputs[0].dtype), shares
-
-
 def visible_keys(
     rows: Rows, start: int, stop: int, q_len: int, kv_len: int, lowest: int, limit: int, device: torch.device
 ) -> torch.Tensor:
