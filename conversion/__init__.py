@@ -1,0 +1,1 @@
+"""Conversion of dense checkpoints into HySparse checkpoints."""
