@@ -1,0 +1,56 @@
+"""Which tests run by default, and that a selection on the command line has the last word."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import import_rules
+
+
+PLANTED = """
+import pytest
+def test_plain(): pass
+@pytest.mark.gpu
+def test_gpu(): pass
+@pytest.mark.slow
+def test_slow(): pass
+@pytest.mark.network
+def test_network(): pass
+"""
+
+
+@pytest.fixture
+def collected(tmp_path):
+    """A function that runs pytest on planted tests under our settings and returns outcome by test."""
+    for name in ("setup.cfg", "tests/conftest.py"):
+        target = tmp_path / name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(import_rules.ROOT / name, target)
+    (tmp_path / "tests" / "test_planted.py").write_text(PLANTED)
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        lines = [line.split("::test_")[1].split() for line in done.stdout.splitlines() if line.startswith("tests/")]
+        return {name: outcome for name, outcome, *_ in lines}
+
+    return run
+
+
+GPU = "PASSED" if torch.cuda.is_available() else "SKIPPED"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "outcomes"),
+    [
+        pytest.param([], {"plain": "PASSED", "gpu": GPU}, id="default"),
+        pytest.param(["-m", "slow"], {"slow": "PASSED"}, id="selected"),
+        pytest.param(["-m", "not slow"], {"plain": "PASSED", "gpu": GPU, "network": "PASSED"}, id="expression"),
+        pytest.param(["tests/test_planted.py::test_network"], {"network": "PASSED"}, id="named"),
+    ],
+)
+def test_selection(collected, arguments, outcomes):
+    assert collected(*arguments) == outcomes
