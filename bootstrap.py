@@ -115,7 +115,10 @@ class Environment:
                         print(f"    {found[1].rsplit('/', 1)[-1]} ({size / 1e6:.1f} MB)", flush=True)
         if process.returncode:
             print("\n".join(lines[-40:]), file=sys.stderr)
-            fail(f"pip failed with exit status {process.returncode}: {shlex.join(arguments)}")
+            fail(
+                f"pip failed with exit status {process.returncode}: {shlex.join(arguments)}; where there is no network, "
+                "put the wheels into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER."
+            )
 
     def installed_bytes(self):
         """Return the size of the environment on disk, links not followed."""
