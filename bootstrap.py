@@ -116,8 +116,8 @@ class Environment:
         if process.returncode:
             print("\n".join(lines[-40:]), file=sys.stderr)
             fail(
-                f"pip failed with exit status {process.returncode}: {shlex.join(arguments)}; where there is no network, "
-                "put the wheels into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER."
+                f"pip failed with exit status {process.returncode}: {shlex.join(arguments)}; where there is no "
+                "network, put the wheels into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER."
             )
 
     def installed_bytes(self):

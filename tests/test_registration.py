@@ -63,6 +63,13 @@ class TestRegister:
                 found = getattr(transformers, auto_name)._model_mapping[type(config)]
                 assert found.__name__ == class_name
 
+    def test_classes_are_marked_to_carry_their_code(self):
+        import hysparse_hf
+
+        assert hysparse_hf.HySparseConfig._auto_class == "AutoConfig"
+        assert hysparse_hf.HySparseModel._auto_class == "AutoModel"
+        assert hysparse_hf.HySparseForCausalLM._auto_class == "AutoModelForCausalLM"
+
     def test_twice_changes_nothing(self):
         import hysparse_hf
 
