@@ -193,6 +193,15 @@ class HySparseConfig(PreTrainedConfig):
             )
 
     @property
+    def donor_plan(self) -> list[int | None]:
+        """Per layer the full layer whose blocks (and keys) a sparse layer reads; None for other layers."""
+        donors, full = [], None
+        for index, kind in enumerate(self.layer_plan):
+            full = index if kind == "full" else full
+            donors.append(full if kind == "sparse" else None)
+        return donors
+
+    @property
     def cache_plan(self) -> list[str]:
         """Per layer what it caches: `"full"` (every token), `"window"` (the last few) or `"none"`."""
         return [self._cached_by(kind) for kind in self.layer_plan]

@@ -154,7 +154,7 @@ def sliding_window_attention(
 def visible_keys(
     rows: Rows, start: int, stop: int, q_len: int, kv_len: int, lowest: int, limit: int, device: torch.device
 ) -> torch.Tensor:
-    """Which of the columns `lowest:limit` the queries `start:stop` see: bool `(batch or 1, 1 or heads, q, columns)`."""
+    """Which columns of `lowest:limit` the queries `start:stop` see, bool `(batch or 1, 1 or heads, q, columns)`."""
     if rows.visibility is not None:
         return rows.visibility[:, :, start:stop, lowest:limit]
     columns = torch.arange(lowest, limit, device=device)
@@ -252,5 +252,3 @@ def _document_columns(logits: torch.Tensor, rows: Rows, start: int, stop: int) -
     index = columns.clamp(max=logits.shape[-1] - 1)[:, None, None]
     shifted = logits.gather(-1, index.expand(*logits.shape[:4], -1))
     return shifted.masked_fill(~inside[:, None, None], -math.inf)
-
-

@@ -73,6 +73,7 @@ class TokenLayout:
 
     Args:
         positions (`torch.Tensor`): `(batch or 1, q_len)`: content position of each new token, in slot order.
+        past (`int`): slots cached before the new tokens.
         rows (`Rows`): for attention over keys that are stored by content position.
         order (`torch.Tensor`, *optional*): `(batch, q_len)`: slot of the i-th compact token; None keeps slots.
         visible (`torch.Tensor`, *optional*): `(batch, past + q_len)`, bool, in slots.
@@ -80,6 +81,7 @@ class TokenLayout:
     """
 
     positions: torch.Tensor
+    past: int = 0
     rows: Rows = PLAIN_ROWS
     order: torch.Tensor | None = None
     visible: torch.Tensor | None = None
@@ -102,6 +104,24 @@ class TokenLayout:
         weights = self.restore(weights)
         weights = weights.gather(-1, column.expand(*weights.shape[:3], -1))
         return weights * self.visible[:, None, None]
+
+    def window_rows(self, kv_len: int) -> Rows:
+        """Rows for attention over the `kv_len` columns that a window layer's cache returns: its past, then the new."""
+        if self.rows.visibility is not None:
+            return replace(self.rows, visibility=self.rows.visibility[..., -kv_len:])
+        stored = kv_len - self.positions.shape[-1]
+        if self.past_counts is None or not stored:
+            return replace(self.rows, query_start=None)
+        return Rows(first_key=(stored - self.past_counts).clamp(min=0)[:, None])
+
+    def window_in_history(self, weights: torch.Tensor) -> torch.Tensor:
+        """Maps over a window cache's columns `(batch, heads, q_len, kv_len)`, placed among all content columns."""
+        q_len, kv_len = weights.shape[2:]
+        history = weights.new_zeros(*weights.shape[:3], self.past + q_len)
+        start = torch.full_like(self.positions[:, :1], self.past) if self.past_counts is None else self.past_counts
+        columns = start.view(-1, 1) - (kv_len - q_len) + torch.arange(kv_len, device=weights.device)
+        columns = columns.clamp(min=0)[:, None, None]
+        return history.scatter_add(-1, columns.expand_as(weights), weights)
 
     def hide_padding(self, indices: torch.Tensor) -> torch.Tensor:
         """Indices `(batch, kv_heads, q_len, n)` in slot order, with -1 where the query is padding."""
@@ -144,6 +164,7 @@ def layout_of_mask(attention_mask: torch.Tensor, q_len: int) -> TokenLayout:
     order = torch.argsort((~new).long(), dim=-1, stable=True) if q_len > 1 else None
     return TokenLayout(
         positions=positions,
+        past=past,
         rows=Rows(query_start=past_counts) if past else PLAIN_ROWS,
         order=order,
         visible=visible,
@@ -156,4 +177,4 @@ def layout_of_length(past: int, q_len: int, device: torch.device, rows: Rows = P
     """Layout of rows without padding: `q_len` new tokens behind `past` cached ones."""
     columns = torch.arange(past, past + q_len, device=device)[None]
     positions = columns if rows.first_key is None else columns - rows.first_key
-    return TokenLayout(positions=positions, rows=rows)
+    return TokenLayout(positions=positions, past=past, rows=rows)

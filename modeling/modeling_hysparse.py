@@ -1,0 +1,666 @@
+"""HySparse, first generation (arXiv:2602.03560): full layers choose key blocks, sparse layers read them."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import can_return_tuple, logging
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention_hysparse import (
+    block_sparse_attention,
+    full_attention_with_oracle,
+    merge_branches,
+    sliding_window_attention,
+)
+from .cache_hysparse import HySparseCache
+from .compat_transformers import CACHE_ARGUMENT, accepts_cache_names, cache_of, checkpointing_is_active, with_cache
+from .configuration_hysparse import HySparseConfig
+from .rows_hysparse import Rows, TokenLayout, layout_of_length, layout_of_mask
+
+
+logger = logging.get_logger(__name__)
+
+Rotation = tuple[torch.Tensor, torch.Tensor] | None
+
+# Auto class -> file and class in a checkpoint folder.
+AUTO_MAP = {
+    "AutoConfig": "configuration_hysparse.HySparseConfig",
+    "AutoModel": "modeling_hysparse.HySparseModel",
+    "AutoModelForCausalLM": "modeling_hysparse.HySparseForCausalLM",
+}
+
+
+@dataclass
+class HySparseModelOutputWithPast(BaseModelOutputWithPast):
+    """As the library's, and `selected_indices`: per full layer int32 `(batch, kv_heads, q_len, n_selected)`."""
+
+    selected_indices: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class HySparseCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """As the library's, and `selected_indices`: per full layer int32 `(batch, kv_heads, q_len, n_selected)`."""
+
+    selected_indices: tuple[torch.Tensor, ...] | None = None
+
+
+class HySparseRMSNorm(nn.Module):
+    """Root mean square normalisation; the statistics are float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        states = hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()
+        states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * states.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class HySparseRotaryEmbedding(nn.Module):
+    """Cosines and sines of one layer kind, from the library's rotary types.
+
+    Frequencies that depend on the length (`dynamic`, `longrope`) are computed from the positions at hand and never
+    stored, so a call leaves no trace for the next one.
+    """
+
+    def __init__(self, config: HySparseConfig, kind: str):
+        super().__init__()
+        self.config = copy.copy(config)
+        self.config.rope_parameters = config.rope_for(kind)
+        self.rope_type = self.config.rope_parameters["rope_type"]
+        inv_freq, self.attention_scaling = self.frequencies()
+        self.inv_freq = nn.Buffer(inv_freq, persistent=False)
+        if self.rope_type == "longrope":
+            self.long_inv_freq = nn.Buffer(self.frequencies(long=True)[0], persistent=False)
+
+    def frequencies(self, long: bool = False) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies `(rotary_dim / 2,)` and the factor of cosines and sines."""
+        parameters = self.config.rope_parameters
+        if self.rope_type == "default":
+            dim = int(self.config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+            return 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim), 1.0
+        length = parameters["original_max_position_embeddings"] + 1 if long else None
+        return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, seq_len=length)
+
+    def reset_buffers(self) -> None:
+        """Fill the buffers again after a model was built on the meta device."""
+        init.copy_(self.inv_freq, self.frequencies()[0])
+        if self.rope_type == "longrope":
+            init.copy_(self.long_inv_freq, self.frequencies(long=True)[0])
+
+    def _current(self, position_ids: torch.Tensor) -> torch.Tensor:
+        if self.rope_type == "longrope":
+            original = self.config.rope_parameters["original_max_position_embeddings"]
+            return torch.where(position_ids.max() >= original, self.long_inv_freq, self.inv_freq)
+        if self.rope_type == "dynamic":
+            length = position_ids.max() + 1
+            return ROPE_INIT_FUNCTIONS["dynamic"](self.config, device=position_ids.device, seq_len=length)[0]
+        return self.inv_freq
+
+    @torch.no_grad()
+    def forward(self, states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inv_freq = self._current(position_ids).to(device=states.device, dtype=torch.float)
+        with torch.autocast(device_type=states.device.type, enabled=False):
+            angles = position_ids[..., None].to(device=states.device, dtype=torch.float) * inv_freq
+            angles = torch.cat((angles, angles), dim=-1)
+            cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(states.dtype), sin.to(states.dtype)
+
+
+def rotate(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Apply a rotary embedding to `(batch, heads, length, head_dim)`; channels beyond its width pass through."""
+    if rotation is None:
+        return states
+    cos, sin = (part.unsqueeze(1) for part in rotation)
+    width = cos.shape[-1]
+    turned, rest = states[..., :width], states[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+class HySparseMLP(nn.Module):
+    """Gated feed-forward network."""
+
+    def __init__(self, config: HySparseConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class HySparseAttention(nn.Module):
+    """Attention of one layer; `layer_plan[layer_idx]` says which kind.
+
+    A full layer returns its keys, values and selected blocks beside its output. A sparse layer takes them and adds,
+    gated, a global branch over the selected blocks and a local branch over its own window. The tensors between the
+    two are compact (see `TokenLayout`): one column per content position.
+    """
+
+    def __init__(self, config: HySparseConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.kind = config.layer_plan[layer_idx]
+        self.is_causal = True
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_groups = self.num_heads // config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.v_head_dim = config.v_head_dim
+        self.scaling = self.head_dim**-0.5
+        self.n_selected = config.oracle_budget // config.oracle_block_size
+        self.is_read_by_others = not config.dense and layer_idx in config.donor_plan
+        self.branches = self._branches()
+
+        hidden, bias = config.hidden_size, config.attention_bias
+        kv_heads = config.num_key_value_heads
+        self.q_proj = nn.Linear(hidden, self.num_heads * self.head_dim, bias=bias)
+        if config.cache_plan[layer_idx] != "none":
+            self.k_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=bias)
+            self.v_proj = nn.Linear(hidden, kv_heads * self.v_head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, hidden, bias=config.attention_output_bias)
+        if config.use_qk_norm:
+            self.q_norm = HySparseRMSNorm(self.head_dim, config.rms_norm_eps)
+            if config.cache_plan[layer_idx] != "none":
+                self.k_norm = HySparseRMSNorm(self.head_dim, config.rms_norm_eps)
+
+        widths = {"elementwise": self.num_heads * self.v_head_dim, "headwise": self.num_heads, "none": 0}
+        for branch in self._gated_branches(widths[config.gate_granularity]):
+            setattr(self, f"gate_{branch}_proj", nn.Linear(hidden, widths[config.gate_granularity], bias=True))
+        for branch in self.branches if config.attention_sink and self.kind != "full" else ():
+            setattr(self, f"sink_{branch}", nn.Parameter(torch.empty(self.num_heads)))
+
+    def _branches(self) -> tuple[str, ...]:
+        if self.kind == "full":
+            return ("full",)
+        if self.kind == "window":
+            return ("local",)
+        # A window merged into the global softmax has no gate or sink of its own.
+        return ("global", "local") if self.config.window_branch in ("own", "shared_kv") else ("global",)
+
+    def _gated_branches(self, width: int) -> tuple[str, ...]:
+        gated = {"full": self.config.full_layer_gate, "window": self.config.window_layer_gate, "sparse": True}
+        return self.branches if width and gated[self.kind] else ()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        shared_key: torch.Tensor | None = None,
+        shared_value: torch.Tensor | None = None,
+        shared_indices: torch.Tensor | None = None,
+        *,
+        layout: TokenLayout,
+        rotations: dict[str, Rotation],
+        cache: HySparseCache | None = None,
+        output_attentions: bool = False,
+        output_selected_indices: bool = False,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Returns `(output, weights, key, value, indices)`; the last three are None except where others read them.
+
+        Shapes: hidden_states `(batch, q_len, hidden)`; shared_key `(batch, kv_heads, kv_len, head_dim)`;
+        shared_indices int32 `(batch, kv_heads, q_len, n_selected)`; weights `(batch, heads, q_len, kv_len)`.
+        """
+        layout = layout.to(hidden_states.device)
+        query = self._heads(self.q_proj, hidden_states, "q_norm")
+        key = value = indices = None
+        options = {"return_weights": output_attentions, "backend": self._backend()}
+        own_rotation = rotations[self.kind]
+        own_query = layout.compact(rotate(query, own_rotation))
+        if hasattr(self, "k_proj"):
+            key = layout.compact(rotate(self._heads(self.k_proj, hidden_states, "k_norm"), own_rotation))
+            value = layout.compact(self._heads(self.v_proj, hidden_states))
+            if cache is not None:
+                key, value = cache.update(key, value, self.layer_idx, layout=layout)
+
+        if self.kind == "full" or self.config.dense:
+            selects = (self.is_read_by_others and self.config.share_oracle) or output_selected_indices
+            n_selected = self.n_selected if selects and self.kind == "full" else 0
+            output, indices, weights = self._full(own_query, key, value, layout, n_selected, options)
+            results = {"full": (output, weights)}
+        elif self.kind == "window":
+            results = {"local": self._window_of_own(own_query, key, value, layout, options)}
+        else:
+            full_rotation = rotations["full"]
+            is_same = full_rotation is own_rotation
+            shared_query = own_query if is_same else layout.compact(rotate(query, full_rotation))
+            shared = (shared_query, shared_key, shared_value, shared_indices)
+            results = self._sparse((own_query, key, value), shared, layout, options)
+
+        gated = [self._gate(branch, hidden_states, layout, *result) for branch, result in results.items()]
+        output = self.o_proj(sum(part for part, _ in gated))
+        weights = sum(part for _, part in gated) if output_attentions else None
+        read = self.is_read_by_others
+        return output, weights, key if read else None, value if read else None, indices
+
+    def _backend(self) -> str:
+        return "reference" if self.config._attn_implementation == "eager" else "auto"
+
+    def _heads(self, projection: nn.Module, hidden_states: torch.Tensor, norm: str = "") -> torch.Tensor:
+        dim = self.v_head_dim if norm == "" else self.head_dim
+        states = projection(hidden_states).unflatten(-1, (-1, dim))
+        if self.config.use_qk_norm and norm:
+            states = getattr(self, norm)(states)
+        return states.transpose(1, 2)
+
+    def _full(self, query, key, value, layout: TokenLayout, n_selected: int, options: dict):
+        output, _, indices, *weights = full_attention_with_oracle(
+            query,
+            key,
+            value,
+            block_size=self.config.oracle_block_size,
+            n_selected=n_selected,
+            scaling=self.scaling,
+            rows=layout.rows,
+            block_reduction=self.config.oracle_block_reduction,
+            head_reduction=self.config.oracle_head_reduction,
+            forced_first_blocks=self.config.oracle_forced_first_blocks,
+            forced_local_blocks=self.config.oracle_forced_local_blocks,
+            **options,
+        )
+        return output, indices, weights[0] if weights else None
+
+    def _local(self, query, key, value, rows: Rows, options: dict, **asked):
+        return sliding_window_attention(
+            query,
+            key,
+            value,
+            window=self.config.sliding_window,
+            scaling=self.scaling,
+            rows=rows,
+            **options,
+            **asked,
+        )
+
+    def _global(self, query, key, value, indices, layout: TokenLayout, options: dict, **asked):
+        return block_sparse_attention(
+            query,
+            key,
+            value,
+            indices,
+            block_size=self.config.oracle_block_size,
+            scaling=self.scaling,
+            rows=layout.rows,
+            **options,
+            **asked,
+        )
+
+    def _window_of_own(self, query, key, value, layout: TokenLayout, options: dict):
+        """The local branch over the window cache's states; its map is placed among all columns."""
+        result = self._local(
+            query, key, value, layout.window_rows(key.shape[2]), options, sink=getattr(self, "sink_local", None)
+        )
+        output, weights = _with_weights(result)
+        return output, None if weights is None else layout.window_in_history(weights)
+
+    def _sparse(self, own, shared, layout: TokenLayout, options: dict) -> dict:
+        """Branches of a sparse layer: `own` = (query, key, value), `shared` = (query, key, value, indices)."""
+        branch = self.config.window_branch
+        history = shared[:3] if self.config.share_full_kv else own
+        indices = shared[3]
+        if not self.config.share_oracle:
+            detached = (states.detach() for states in history)
+            indices = self._full(*detached, layout, self.n_selected, {**options, "return_weights": False})[1]
+        sinks = {name: getattr(self, f"sink_{name}", None) for name in self.branches}
+        if branch == "merged_own" and self.config.share_full_kv:
+            return {"global": self._merged(own, history, indices, sinks["global"], layout, options)}
+        merged = self.config.sliding_window if branch.startswith("merged") else 0
+        result = self._global(*history, indices, layout, options, sink=sinks["global"], window=merged)
+        results = {"global": _with_weights(result)}
+        if branch == "own" and self.config.share_full_kv:
+            results["local"] = self._window_of_own(*own, layout, options)
+        elif branch in ("own", "shared_kv"):
+            results["local"] = _with_weights(self._local(*history, layout.rows, options, sink=sinks["local"]))
+        return results
+
+    def _merged(self, own, history, indices, sink, layout: TokenLayout, options: dict):
+        """One softmax over selected shared keys and the layer's own window (control experiment 11)."""
+        parts = (
+            self._global(*history, indices, layout, options, return_lse=True),
+            self._local(*own, layout.window_rows(own[1].shape[2]), options, return_lse=True),
+        )
+        output, shares = merge_branches((parts[0][0], parts[1][0]), (parts[0][1], parts[1][1]), sink)
+        if not options["return_weights"]:
+            return output, None
+        maps = [share[..., None] * part[2] for share, part in zip(shares, parts, strict=True)]
+        return output, maps[0] + layout.window_in_history(maps[1])
+
+    def _gate(self, branch: str, hidden_states: torch.Tensor, layout: TokenLayout, output, weights):
+        """Bring a branch back into slot order, `(batch, q_len, heads * v_head_dim)`, times its gate."""
+        output = layout.restore(output).transpose(1, 2)
+        projection = getattr(self, f"gate_{branch}_proj", None)
+        gate = None
+        if projection is not None and not self.config.dense:
+            gate = torch.sigmoid(projection(hidden_states)).unflatten(-1, (self.num_heads, -1))
+            output = output * gate
+        if weights is not None:
+            weights = layout.restore_weights(weights)
+            if gate is not None:
+                weights = weights * gate.mean(-1).transpose(1, 2)[..., None]
+        return output.flatten(-2), weights
+
+
+def _with_weights(result):
+    return result if isinstance(result, tuple) else (result, None)
+
+
+class HySparseDecoderLayer(GradientCheckpointingLayer):
+    """Attention and feed-forward network, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: HySparseConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = HySparseAttention(config, layer_idx)
+        self.mlp = HySparseMLP(config)
+        self.input_layernorm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        shared_key: torch.Tensor | None = None,
+        shared_value: torch.Tensor | None = None,
+        shared_indices: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Returns `(hidden_states, key, value, indices)`, as `HySparseAttention` does.
+
+        Tensors with gradients from another layer are positional: keyword tensors lose theirs under reentrant
+        checkpointing.
+        """
+        attended, _, *shared = self.self_attn(
+            self.input_layernorm(hidden_states), shared_key, shared_value, shared_indices, **kwargs
+        )
+        hidden_states = hidden_states + attended
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states, *shared
+
+
+class HySparsePreTrainedModel(PreTrainedModel):
+    config: HySparseConfig
+    config_class = HySparseConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["HySparseDecoderLayer"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": HySparseDecoderLayer, "attentions": HySparseAttention}
+
+    def save_pretrained(self, *args, **kwargs) -> None:
+        """As the library's; names every Auto class in `auto_map`, of which it would write only this object's own."""
+        if self._auto_class is not None:
+            self.config.auto_map = {**AUTO_MAP, **getattr(self.config, "auto_map", {})}
+        super().save_pretrained(*args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, HySparseAttention):
+            # Gates start at one half and sinks at zero, as in the paper's architecture from scratch.
+            for name, parameter in module.named_parameters():
+                if name.startswith(("gate_", "sink_")):
+                    init.zeros_(parameter)
+        elif isinstance(module, HySparseRotaryEmbedding):
+            module.reset_buffers()
+
+
+class HySparseModel(HySparsePreTrainedModel):
+    """The decoder without a head."""
+
+    def __init__(self, config: HySparseConfig):
+        config.check()
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList([HySparseDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
+        kinds = ["full"] + [kind for kind in ("sparse", "window") if config.rope_for(kind) != config.rope_for("full")]
+        self.rotary_emb = nn.ModuleDict(
+            {kind: HySparseRotaryEmbedding(config, kind) for kind in kinds if config.rope_for(kind) is not None}
+        )
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _rotations(self, states: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Rotation]:
+        """Cosines and sines per layer kind; kinds with equal settings share one pair."""
+        rotations: dict[str, Rotation] = {name: emb(states, position_ids) for name, emb in self.rotary_emb.items()}
+        full = self.config.rope_for("full")
+        for kind in ("full", "sparse", "window"):
+            if kind not in rotations:
+                same = self.config.rope_for(kind) == full and full is not None
+                rotations[kind] = rotations["full"] if same else None
+        return rotations
+
+    def _check_cache(self, cache) -> None:
+        # By name: a checkpoint's own copy of the code has a cache class of its own.
+        if cache is not None and type(cache).__name__ != "HySparseCache":
+            raise TypeError(
+                f"`{CACHE_ARGUMENT}` must be a HySparseCache, got {type(cache).__name__}; pass "
+                "`HySparseCache(model.config)`, or leave it out and use the one in the output."
+            )
+        if cache is not None and len(cache) != self.config.num_hidden_layers:
+            raise ValueError(
+                f"`{CACHE_ARGUMENT}` must have one layer per model layer ({self.config.num_hidden_layers}), got "
+                f"{len(cache)}; make it from this model's config."
+            )
+
+    def _layout(
+        self, states: torch.Tensor, attention_mask, position_ids, cu_seqlens, cache: HySparseCache | None
+    ) -> TokenLayout:
+        """Where the new tokens stand; raises `ValueError` for masks and packing that cannot be what was meant."""
+        q_len, device = states.shape[1], states.device
+        past = cache.get_seq_length() if cache is not None else 0
+        if isinstance(attention_mask, torch.Tensor):
+            length = attention_mask.shape[-1]
+            if attention_mask.dim() not in (2, 4) or length != past + q_len:
+                raise ValueError(
+                    f"`attention_mask` must be (batch, {past + q_len}) or (batch, 1 or heads, {q_len}, "
+                    f"{past + q_len}): {past} cached and {q_len} new tokens; got {tuple(attention_mask.shape)}. "
+                    "Pass the mask of all tokens, cached ones included."
+                )
+            if attention_mask.dim() == 2:
+                return layout_of_mask(attention_mask.to(device), q_len)
+            return layout_of_length(past, q_len, device, Rows(visibility=_visibility(attention_mask.to(device))))
+        packed = packed_rows(position_ids, cu_seqlens, q_len)
+        if packed is None:
+            return layout_of_length(0, q_len, device) if cache is None else cache.layout_without_mask(q_len, device)
+        if cache is None:
+            return layout_of_length(0, q_len, device, packed)
+        if restarts(packed):
+            raise ValueError(
+                f"packed documents (restarting `position_ids` or `cu_seq_lens_q`) cannot be added to a "
+                f"`{CACHE_ARGUMENT}`; leave it out, or give each document a row of its own."
+            )
+        return cache.layout_without_mask(q_len, device)
+
+    @accepts_cache_names
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: HySparseCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        output_selected_indices: bool = False,
+        **kwargs,
+    ) -> HySparseModelOutputWithPast:
+        """Run the decoder.
+
+        Args:
+            input_ids (`torch.LongTensor`), inputs_embeds (`torch.FloatTensor`): exactly one; `(batch, q_len)` ids or
+                `(batch, q_len, hidden)` states.
+            attention_mask (`torch.Tensor`, *optional*): `(batch, cached + q_len)`, 0 at padding, which may stand
+                anywhere; or `(batch, 1 or heads, q_len, cached + q_len)`, a caller's own visibility.
+            position_ids (`torch.LongTensor`, *optional*): rotary positions `(batch or 1, q_len)`; default: content
+                positions. Where they restart, without a mask, a packed document begins.
+            cache (`HySparseCache`, *optional*): also under this version's other name. A cache that is given is
+                read and extended whatever `use_cache` says.
+            use_cache (`bool`, *optional*): make a cache when none is given. Packed input makes none.
+            output_selected_indices (`bool`): also return each full layer's selected blocks.
+        Raises:
+            ValueError: inputs that contradict each other. TypeError: a cache of another class.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of `input_ids` and `inputs_embeds` must be given; pass one of them.")
+        self._check_cache(cache)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if cache is not None and checkpointing_is_active(self):
+            raise ValueError(
+                f"`{CACHE_ARGUMENT}` cannot be used with gradient checkpointing while gradients are on: the backward "
+                "pass would write into it again; leave it out, or use torch.no_grad()."
+            )
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if use_cache and cache is None:
+            packed = packed_rows(position_ids, cu_seqlens, inputs_embeds.shape[1]) if attention_mask is None else None
+            if packed is None or not restarts(packed):
+                cache = HySparseCache(self.config)
+
+        layout = self._layout(inputs_embeds, attention_mask, position_ids, cu_seqlens, cache)
+        rotations = self._rotations(inputs_embeds, layout.positions if position_ids is None else position_ids)
+        hidden_states = inputs_embeds
+        shared: tuple[torch.Tensor | None, ...] = (None, None, None)
+        selected = []
+        for layer in self.layers:
+            hidden_states, *given = layer(
+                hidden_states,
+                *shared,
+                layout=layout,
+                rotations=rotations,
+                cache=cache,
+                output_attentions=kwargs.get("output_attentions") or self.config.output_attentions,
+                output_selected_indices=output_selected_indices,
+            )
+            if layer.self_attn.kind == "full":
+                shared = tuple(given)
+                if output_selected_indices:
+                    selected.append(layout.hide_padding(layout.restore(given[2])))
+        if cache is not None:
+            cache.record_rows(layout)
+        return with_cache(
+            HySparseModelOutputWithPast,
+            cache,
+            last_hidden_state=self.norm(hidden_states),
+            selected_indices=tuple(selected) if output_selected_indices else None,
+        )
+
+
+class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
+    """The decoder with a language modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: HySparseConfig):
+        super().__init__(config)
+        self.model = HySparseModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @accepts_cache_names
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: HySparseCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        output_selected_indices: bool = False,
+        **kwargs,
+    ) -> HySparseCausalLMOutputWithPast:
+        """Run the decoder and the head; arguments as in `HySparseModel.forward`, and:
+
+        Args:
+            labels (`torch.LongTensor`, *optional*): `(batch, q_len)`, -100 is ignored; shifted inside.
+            logits_to_keep (`int` or `torch.Tensor`): logits of the last n positions (0: all), or of these positions.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_selected_indices=output_selected_indices,
+            **{CACHE_ARGUMENT: cache},
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return with_cache(
+            HySparseCausalLMOutputWithPast,
+            cache_of(outputs),
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            selected_indices=outputs.selected_indices,
+        )
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict, *args):
+        """Make a `HySparseCache` for `generate()`; refuse caches that would lose shared state."""
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"`cache_implementation` must be None or 'dynamic' for this model, got {implementation!r}; leave it "
+                "out, and a HySparseCache is made."
+            )
+        if model_kwargs.get(CACHE_ARGUMENT) is None and generation_config.use_cache is not False:
+            cache = HySparseCache(self.config)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+            model_kwargs[CACHE_ARGUMENT] = cache
+            return None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+
+
+def packed_rows(position_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None, q_len: int) -> Rows | None:
+    """Rows as packed documents, where `cu_seq_lens_q` or several `position_ids` may say so; else None."""
+    if cu_seqlens is not None:
+        return Rows.from_cu_seqlens(cu_seqlens, q_len)
+    if position_ids is None or q_len == 1:
+        return None
+    return Rows.from_position_ids(position_ids)
+
+
+def restarts(rows: Rows) -> bool:
+    """Whether there is more than one document. Reads the data; while tracing, when it cannot, it says yes."""
+    return torch.compiler.is_compiling() or bool(rows.first_key.any())
+
+
+def _visibility(attention_mask: torch.Tensor) -> torch.Tensor:
+    """A 4-D mask as bool: additive float masks hide where they are as low as half the lowest value."""
+    if attention_mask.is_floating_point():
+        return attention_mask > torch.finfo(attention_mask.dtype).min / 2
+    return attention_mask.bool()
+
+
+__all__ = ["AUTO_MAP", "HySparseForCausalLM", "HySparseModel", "HySparsePreTrainedModel"]
