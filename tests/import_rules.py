@@ -19,7 +19,8 @@ MODELING_THIRD_PARTY = {"torch", "transformers", "huggingface_hub"}
 
 # Stem prefix of a file in modeling/ -> prefixes of the siblings that it may import.
 MODELING_ARROWS = {
-    "modeling": {"modeling", "cache", "attention", "compat", "configuration", "rows"},
+    "modeling": {"modeling", "layers", "cache", "attention", "compat", "configuration", "rows"},
+    "layers": {"layers", "configuration"},
     "cache": {"cache", "compat", "configuration", "rows"},
     "attention": {"attention", "reference", "triton", "selection", "rows"},
     "reference": {"reference", "selection", "rows"},
