@@ -111,6 +111,9 @@ def block_sparse_attention(
         if window:
             owned = rows.owned_columns(start, stop, q_len, kv_len, query.device)
             chosen = chosen | (columns > owned[..., None] - window)[:, None]
+        if visible.shape[1] > 1:
+            # A caller's own mask per head; the choice is per KV head.
+            chosen = chosen.repeat_interleave(heads // key.shape[1], dim=1)
         logits = _masked_logits(query[:, :, start:stop], key[:, :, :limit], visible & chosen, scaling)
         pieces.add(*_softmax(logits, value[:, :, :limit], sink, return_weights), 0)
     return pieces.join(query.dtype)
@@ -141,7 +144,8 @@ def sliding_window_attention(
     pieces = _Pieces(return_weights, kv_len)
     for start, stop in _chunks(q_len, batch * heads * width, at_most=max(window, 64) if banded else None):
         limit = _last_visible(rows, stop, q_len, kv_len)
-        lowest = max(0, kv_len - q_len + start - window + 1) if banded else 0
+        # At least one column, which a window of 0 then hides: reductions need something to reduce.
+        lowest = max(0, min(kv_len - q_len + start - window + 1, limit - 1)) if banded else 0
         visible = visible_keys(rows, start, stop, q_len, kv_len, lowest, limit, query.device)
         owned = rows.owned_columns(start, stop, q_len, kv_len, query.device)
         near = torch.arange(lowest, limit, device=query.device) > owned[..., None] - window
@@ -210,8 +214,10 @@ def _masked_logits(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor
     kv_heads = key.shape[1]
     dtype = _state_dtype(query)
     # The group's heads join the query axis: one product per KV head, and no copy of the keys.
-    grouped = (query.to(dtype) * (scaling / LN2)).reshape(batch, kv_heads, -1, dim)
-    logits = (grouped @ key.to(dtype).transpose(-1, -2)).view(batch, kv_heads, heads // kv_heads, q_len, -1)
+    grouped = query.to(dtype).reshape(batch, kv_heads, -1, dim)
+    products = grouped @ key.to(dtype).transpose(-1, -2)
+    # Scaled after the product, as in the kernels: a rounded factor inside the sum would untie equal scores.
+    logits = products.mul_(scaling / LN2).view(batch, kv_heads, heads // kv_heads, q_len, -1)
     if visible.shape[1] == heads and heads != kv_heads:
         visible = visible.unflatten(1, (kv_heads, -1))
     else:
