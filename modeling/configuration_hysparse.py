@@ -128,6 +128,7 @@ class HySparseConfig(PreTrainedConfig):
     def check(self) -> None:
         """Raise `ValueError` when fields contradict each other. Models call it again: fields may be set later."""
         self._check_heads()
+        self.validate_rope()
         self._check_plan()
         self._check_selection()
         self._check_switches()
@@ -163,7 +164,7 @@ class HySparseConfig(PreTrainedConfig):
     def _check_selection(self) -> None:
         size, budget = self.oracle_block_size, self.oracle_budget
         if size < 1:
-            raise ValueError(f"`oracle_block_size` must be at least 1 token, got {size}.")
+            raise ValueError(f"`oracle_block_size` must be at least 1 token, got {size}; the default is 64.")
         if budget < size or budget % size:
             below, above = max(budget // size, 1) * size, (budget // size + 1) * size
             raise ValueError(
@@ -241,6 +242,11 @@ class HySparseConfig(PreTrainedConfig):
         theta = kwargs.pop("rope_theta", None)
         partial = kwargs.pop("partial_rotary_factor", None)
         per_kind = bool(parameters) and set(parameters) <= set(LAYER_KINDS)
+        if not per_kind and any(isinstance(value, dict) for value in parameters.values()):
+            raise ValueError(
+                f"`rope_parameters` given per layer kind must have keys among {LAYER_KINDS}, got "
+                f"{sorted(parameters)}; rename them."
+            )
         if per_kind and "full" not in parameters:
             raise ValueError(
                 f"`rope_parameters` given per layer kind must include 'full', got {sorted(parameters)}; add it."
@@ -272,7 +278,16 @@ class HySparseConfig(PreTrainedConfig):
                 continue
             check = getattr(self, f"_validate_{entry['rope_type']}_rope_parameters", None)
             if check is None:
-                raise ValueError(f"`rope_type` {entry['rope_type']!r} is not known to this version of transformers.")
+                raise ValueError(
+                    f"`rope_type` {entry['rope_type']!r} is not known to this version of transformers; use one it "
+                    "knows, such as 'default', or another version."
+                )
+            width = int(self.head_dim * entry.get("partial_rotary_factor", 1.0))
+            if width % 2:
+                raise ValueError(
+                    f"`head_dim` ({self.head_dim}) times `partial_rotary_factor` must be even, got {width}; rotary "
+                    "embeddings turn channels in pairs."
+                )
             check(entry, ignore_keys={"partial_rotary_factor"})
 
 
