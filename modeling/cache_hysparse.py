@@ -8,6 +8,7 @@ What `layers[i].keys` returns is a view: after `crop` and a further append, a vi
 """
 
 import copy
+from collections.abc import Callable
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
@@ -28,7 +29,7 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._buffers: tuple[torch.Tensor, ...] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.device = key_states.device
@@ -125,7 +126,7 @@ class WindowLayer(GrowingLayer):
         self._stored_counts: torch.Tensor | None = None
 
     @property
-    def is_croppable(self) -> bool:
+    def is_croppable(self) -> bool:  # type: ignore[override]
         return self.record_past or self.cumulative_length <= self.kept
 
     def activate_past_recording(self) -> None:
@@ -149,7 +150,8 @@ class WindowLayer(GrowingLayer):
         if not padded and not torch.is_grad_enabled() and q_len <= PAGE and not self.record_past:
             self._append_in_place(key_states, value_states, keep)
             stop = self._offset + keep
-            return tuple(buffer[:, :, stop - q_len - seen : stop] for buffer in self._buffers)
+            keys, values = (buffer[:, :, stop - q_len - seen : stop] for buffer in self._buffers)
+            return keys, values
         self._buffers = None
         pairs = ((self.keys, key_states), (self.values, value_states))
         joined = [torch.cat(pair, dim=2) if stored else pair[1] for pair in pairs]
@@ -283,7 +285,7 @@ class HySparseCache(DynamicCache):
     """
 
     def __init__(self, config, slack: int = WINDOW_SLACK):
-        makers = {
+        makers: dict[str, Callable[[], CacheLayerMixin]] = {
             "full": GrowingLayer,
             "window": lambda: WindowLayer(config.sliding_window, slack),
             "none": NoKeysLayer,

@@ -56,7 +56,7 @@ def accepts_cache_names(forward: Callable) -> Callable:
                 kwargs["cache"] = legacy
         return forward(self, *args, **kwargs)
 
-    wrapper.__signature__ = signature.replace(parameters=shown)
+    wrapper.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return wrapper
 
 

@@ -9,7 +9,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import can_return_tuple, logging
+from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -26,7 +26,8 @@ from .layers_hysparse import HySparseMLP, HySparseRMSNorm, HySparseRotaryEmbeddi
 from .rows_hysparse import Rows, TokenLayout, layout_of_length, layout_of_mask
 
 
-logger = logging.get_logger(__name__)
+# Query, key and value of one branch.
+States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Auto class -> file and class in a checkpoint folder.
 AUTO_MAP = {
@@ -69,7 +70,6 @@ class HySparseAttention(nn.Module):
         self.head_dim = config.head_dim
         self.v_head_dim = config.v_head_dim
         self.scaling = self.head_dim**-0.5
-        self.n_selected = config.oracle_budget // config.oracle_block_size
         self.is_read_by_others = not config.dense and layer_idx in config.donor_plan
         self.branches = self._branches()
 
@@ -90,6 +90,11 @@ class HySparseAttention(nn.Module):
             setattr(self, f"gate_{branch}_proj", nn.Linear(hidden, widths[config.gate_granularity], bias=True))
         for branch in self.branches if config.attention_sink and self.kind != "full" else ():
             setattr(self, f"sink_{branch}", nn.Parameter(torch.empty(self.num_heads)))
+
+    @property
+    def n_selected(self) -> int:
+        """Blocks selected per query and KV head."""
+        return self.config.oracle_budget // self.config.oracle_block_size
 
     def _branches(self) -> tuple[str, ...]:
         if self.kind == "full":
@@ -133,19 +138,20 @@ class HySparseAttention(nn.Module):
             if cache is not None:
                 key, value = cache.update(key, value, self.layer_idx, layout=layout)
 
+        own = (own_query, key, value)
         if self.kind == "full" or self.config.dense:
             selects = (self.is_read_by_others and self.config.share_oracle) or output_selected_indices
             n_selected = self.n_selected if selects and self.kind == "full" else 0
-            output, indices, weights = self._full(own_query, key, value, layout, n_selected, options)
+            output, indices, weights = self._full(own, layout, n_selected, options)
             results = {"full": (output, weights)}
         elif self.kind == "window":
-            results = {"local": self._window_of_own(own_query, key, value, layout, options)}
+            results = {"local": self._window_of_own(own, layout, options)}
         else:
             full_rotation = rotations["full"]
             is_same = full_rotation is own_rotation
             shared_query = own_query if is_same else layout.compact(rotate(query, full_rotation))
-            shared = (shared_query, shared_key, shared_value, shared_indices)
-            results = self._sparse((own_query, key, value), shared, layout, options)
+            shared = (shared_query, shared_key, shared_value)
+            results = self._sparse(own, shared, shared_indices, layout, options)
 
         gated = [self._gate(branch, hidden_states, layout, *result) for branch, result in results.items()]
         output = self.o_proj(sum(part for part, _ in gated))
@@ -163,11 +169,9 @@ class HySparseAttention(nn.Module):
             states = getattr(self, norm)(states)
         return states.transpose(1, 2)
 
-    def _full(self, query, key, value, layout: TokenLayout, n_selected: int, options: dict):
+    def _full(self, states: States, layout: TokenLayout, n_selected: int, options: dict):
         output, _, indices, *weights = full_attention_with_oracle(
-            query,
-            key,
-            value,
+            *states,
             block_size=self.config.oracle_block_size,
             n_selected=n_selected,
             scaling=self.scaling,
@@ -180,64 +184,56 @@ class HySparseAttention(nn.Module):
         )
         return output, indices, weights[0] if weights else None
 
-    def _local(self, query, key, value, rows: Rows, options: dict, **asked):
+    def _local(self, states: States, rows: Rows, options: dict, **asked):
         return sliding_window_attention(
-            query,
-            key,
-            value,
+            *states,
             window=self.config.sliding_window,
             scaling=self.scaling,
             rows=rows,
-            **options,
-            **asked,
+            **options | asked,
         )
 
-    def _global(self, query, key, value, indices, layout: TokenLayout, options: dict, **asked):
+    def _global(self, states: States, indices: torch.Tensor, layout: TokenLayout, options: dict, **asked):
         return block_sparse_attention(
-            query,
-            key,
-            value,
+            *states,
             indices,
             block_size=self.config.oracle_block_size,
             scaling=self.scaling,
             rows=layout.rows,
-            **options,
-            **asked,
+            **options | asked,
         )
 
-    def _window_of_own(self, query, key, value, layout: TokenLayout, options: dict):
+    def _window_of_own(self, own: States, layout: TokenLayout, options: dict):
         """The local branch over the window cache's states; its map is placed among all columns."""
-        result = self._local(
-            query, key, value, layout.window_rows(key.shape[2]), options, sink=getattr(self, "sink_local", None)
-        )
+        rows = layout.window_rows(own[1].shape[2])
+        result = self._local(own, rows, options, sink=getattr(self, "sink_local", None))
         output, weights = _with_weights(result)
         return output, None if weights is None else layout.window_in_history(weights)
 
-    def _sparse(self, own, shared, layout: TokenLayout, options: dict) -> dict:
-        """Branches of a sparse layer: `own` = (query, key, value), `shared` = (query, key, value, indices)."""
+    def _sparse(self, own: States, shared: States, indices: torch.Tensor, layout: TokenLayout, options: dict) -> dict:
+        """Branches of a sparse layer, each `(output, weights)`, from its own states and the full layer's."""
         branch = self.config.window_branch
-        history = shared[:3] if self.config.share_full_kv else own
-        indices = shared[3]
+        history = shared if self.config.share_full_kv else own
         if not self.config.share_oracle:
-            detached = (states.detach() for states in history)
-            indices = self._full(*detached, layout, self.n_selected, {**options, "return_weights": False})[1]
+            detached = (history[0].detach(), history[1].detach(), history[2].detach())
+            indices = self._full(detached, layout, self.n_selected, {**options, "return_weights": False})[1]
         sinks = {name: getattr(self, f"sink_{name}", None) for name in self.branches}
         if branch == "merged_own" and self.config.share_full_kv:
             return {"global": self._merged(own, history, indices, sinks["global"], layout, options)}
         merged = self.config.sliding_window if branch.startswith("merged") else 0
-        result = self._global(*history, indices, layout, options, sink=sinks["global"], window=merged)
+        result = self._global(history, indices, layout, options, sink=sinks["global"], window=merged)
         results = {"global": _with_weights(result)}
         if branch == "own" and self.config.share_full_kv:
-            results["local"] = self._window_of_own(*own, layout, options)
+            results["local"] = self._window_of_own(own, layout, options)
         elif branch in ("own", "shared_kv"):
-            results["local"] = _with_weights(self._local(*history, layout.rows, options, sink=sinks["local"]))
+            results["local"] = _with_weights(self._local(history, layout.rows, options, sink=sinks["local"]))
         return results
 
-    def _merged(self, own, history, indices, sink, layout: TokenLayout, options: dict):
+    def _merged(self, own: States, history: States, indices, sink, layout: TokenLayout, options: dict):
         """One softmax over selected shared keys and the layer's own window (control experiment 11)."""
         parts = (
-            self._global(*history, indices, layout, options, return_lse=True),
-            self._local(*own, layout.window_rows(own[1].shape[2]), options, return_lse=True),
+            self._global(history, indices, layout, options, return_lse=True),
+            self._local(own, layout.window_rows(own[1].shape[2]), options, return_lse=True),
         )
         output, shares = merge_branches((parts[0][0], parts[1][0]), (parts[0][1], parts[1][1]), sink)
         if not options["return_weights"]:
@@ -445,7 +441,7 @@ class HySparseModel(HySparsePreTrainedModel):
         hidden_states = inputs_embeds
         shared: tuple[torch.Tensor | None, ...] = (None, None, None)
         selected = []
-        for layer in self.layers:
+        for kind, layer in zip(self.config.layer_plan, self.layers, strict=True):
             hidden_states, *given = layer(
                 hidden_states,
                 *shared,
@@ -455,7 +451,7 @@ class HySparseModel(HySparsePreTrainedModel):
                 output_attentions=kwargs.get("output_attentions") or self.config.output_attentions,
                 output_selected_indices=output_selected_indices,
             )
-            if layer.self_attn.kind == "full":
+            if kind == "full":
                 shared = tuple(given)
                 if output_selected_indices:
                     selected.append(layout.hide_padding(layout.restore(given[2])))
@@ -541,7 +537,7 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
                 cache.activate_past_recording()
             model_kwargs[CACHE_ARGUMENT] = cache
             return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
 
 
 def packed_rows(position_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None, q_len: int) -> Rows | None:
