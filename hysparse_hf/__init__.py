@@ -18,6 +18,7 @@ _PUBLIC = {
     "HySparseConfig": "hysparse_hf.modeling.configuration_hysparse",
     "HySparseForCausalLM": "hysparse_hf.modeling.modeling_hysparse",
     "HySparseModel": "hysparse_hf.modeling.modeling_hysparse",
+    "convert": "hysparse_hf.conversion.convert",
 }
 
 __all__ = ["__version__", "register", *_PUBLIC]  # noqa: PLE0604 - names come from the table

@@ -1,0 +1,141 @@
+"""Text for the fit: windows of token ids from files, or sampled from the source itself."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from .source import FolderSource, GgufSource
+
+
+logger = logging.get_logger(__name__)
+
+# Characters read per token wanted; dense text and code stay well below.
+CHARACTERS_PER_TOKEN = 12
+SAMPLED_WINDOWS, SAMPLED_LENGTH = 8, 512
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Windows of token ids, each `(length,)`, and what `provenance.json` says of them."""
+
+    windows: tuple[torch.Tensor, ...]
+    record: dict[str, Any]
+
+    @staticmethod
+    def of(windows: Sequence[torch.Tensor], kind: str, **record: Any) -> "Calibration":
+        """Calibration with the hash of its tokens recorded."""
+        digest = hashlib.sha256(b"".join(window.to(torch.int64).numpy().tobytes() for window in windows))
+        tokens = sum(len(window) for window in windows)
+        return Calibration(
+            tuple(windows),
+            {"kind": kind, "windows": len(windows), "tokens": tokens, "tokens_sha256": digest.hexdigest(), **record},
+        )
+
+
+def calibration_for(
+    source: FolderSource | GgufSource,
+    calibrate: Sequence[str | Path] | str | Path | torch.Tensor | None,
+    *,
+    tokens: int,
+    length: int,
+    window: int,
+) -> Calibration:
+    """The windows to fit on.
+
+    Args:
+        source (`FolderSource` or `GgufSource`): gives the tokenizer, or the text where there is none.
+        calibrate: text files; or token ids `(windows, length)`; `None` samples from the source.
+        tokens (`int`): tokens wanted from files, in all.
+        length (`int`): tokens per window, at most the source's `max_position_embeddings`.
+        window (`int`): the sliding window; positions inside the first one say nothing about sinks.
+    Raises:
+        ValueError: no tokenizer for the files, a file that is too short, or windows no longer than `window`.
+        FileNotFoundError: a file does not exist.
+    """
+    limit = source.load_config().max_position_embeddings
+    if calibrate is None:
+        result = _sampled(source, min(SAMPLED_LENGTH, limit))
+    elif isinstance(calibrate, torch.Tensor):
+        if calibrate.dim() != 2 or calibrate.is_floating_point():
+            raise ValueError(
+                f"`calibrate` as a tensor must be token ids (windows, length), got {tuple(calibrate.shape)} of "
+                f"{calibrate.dtype}."
+            )
+        result = Calibration.of(list(calibrate.cpu()), "tokens")
+    else:
+        files = [calibrate] if isinstance(calibrate, str | Path) else calibrate
+        result = _from_files(source, [Path(file) for file in files], tokens, min(length, limit))
+    shortest = min(len(ids) for ids in result.windows)
+    if shortest <= window:
+        raise ValueError(
+            f"calibration windows must be longer than `window` ({window} tokens), got {shortest}; give longer text, "
+            "a smaller window, or init='naive'."
+        )
+    return result
+
+
+def _from_files(source: FolderSource | GgufSource, files: list[Path], tokens: int, length: int) -> Calibration:
+    if not files:
+        raise ValueError("`calibrate` must name at least one text file, got none; leave it out to sample the text.")
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    tokenizer = source.load_tokenizer()
+    if tokenizer is None:
+        raise ValueError(
+            f"`calibrate` needs a tokenizer to read text files, and {source.name} has none; add its tokenizer files, "
+            "or pass token ids from Python."
+        )
+    per_file = max(1, round(tokens / length / len(files)))
+    windows = []
+    for file, text in zip(files, texts, strict=True):
+        before = len(windows)
+        for piece in _spread(text, per_file, length * CHARACTERS_PER_TOKEN):
+            ids = tokenizer(piece, add_special_tokens=False, return_tensors="pt").input_ids[0, :length]
+            windows += [ids] if len(ids) == length or len(windows) == before else []
+        if len(windows) == before:
+            raise ValueError(f"`calibrate`: {file.name} must hold text, got none; leave the file out.")
+    record = [{"name": f.name, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()} for f in files]
+    return Calibration.of(windows, "files", files=record)
+
+
+def _spread(text: str, count: int, characters: int) -> list[str]:
+    """Up to `count` pieces at even distances, without overlap where the text is long enough."""
+    room = max(0, len(text) - characters)
+    starts = sorted({room * i // max(count - 1, 1) for i in range(count)}) if count > 1 else [room // 3]
+    pieces = []
+    for start in starts:
+        # From the next line on, so that no piece begins inside a word.
+        line = text.find("\n", start, start + 400) + 1 if start else 0
+        pieces.append(text[max(start, line) : start + characters])
+    return [piece for piece in pieces if piece]
+
+
+@torch.no_grad()
+def _sampled(source: FolderSource | GgufSource, length: int) -> Calibration:
+    logger.warning(
+        "No calibration text was given: the sinks are fitted on text that the source samples from itself. Text of "
+        "the kind that the model will read fits better; pass it with --calibrate FILE."
+    )
+    model = source.load_model(None)
+    bos, generator = model.config.bos_token_id, torch.Generator().manual_seed(0)
+    start = torch.randint(model.config.vocab_size, (SAMPLED_WINDOWS, 1), generator=generator)
+    if bos is not None:
+        start = torch.full_like(start, bos)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ids = model.generate(
+            start.to(model.device),
+            attention_mask=torch.ones_like(start),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_new_tokens=length - 1,
+            max_new_tokens=length - 1,
+            pad_token_id=model.config.pad_token_id or 0,
+        )
+    return Calibration.of(list(ids.cpu()), "sampled from the source")

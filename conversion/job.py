@@ -1,0 +1,266 @@
+"""One conversion from its options to a finished folder: all checks first, then the fit, then writing and verifying."""
+
+import importlib.metadata
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import logging
+
+from hysparse_hf.modeling import modeling_hysparse
+from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
+from hysparse_hf.modeling.modeling_hysparse import AUTO_MAP, HySparseForCausalLM
+
+from .calibration import Calibration
+from .families import check_supported, dropped_fields, family_of, hysparse_fields
+from .fit import SinkFit, TeacherPass, initial_value
+from .key_map import MAP_VERSION, OPERATIONS, TIED_TARGETS, target_shapes
+from .output import STORED_DTYPES, CheckpointWriter
+from .plan import layer_plan, parse_ratio
+from .source import FolderSource, sha256_of
+from .verify import Source, checkpoint_map, compare_tensors, same_bits
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INITS = ("fitted", "naive")
+_RECORDED_PACKAGES = ("hysparse_hf", "torch", "transformers", "safetensors", "gguf")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for; see `convert`."""
+
+    ratio: str
+    plan: str | list[int] | None
+    budget: int
+    block_size: int
+    window: int
+    gates: tuple[float, float]
+    gate_granularity: str
+    init: str
+    dtype: str | None
+
+    def check(self) -> None:
+        """Raise `ValueError` for what the configuration itself does not check."""
+        if len(self.gates) != 2 or not all(0 < gate < 1 for gate in self.gates):
+            raise ValueError(
+                f"`gates` must be two numbers between 0 and 1 (global, local), got {self.gates}; a gate is a sigmoid "
+                "and is never quite open or closed, so use for example 0.05 and 0.95."
+            )
+        if self.gate_granularity not in ("elementwise", "headwise"):
+            raise ValueError(
+                f"`gate_granularity` must be 'elementwise' or 'headwise', got {self.gate_granularity!r}; without "
+                "gates the two branches of a converted layer would add up to twice its output."
+            )
+        if self.init not in INITS:
+            raise ValueError(f"`init` must be one of {INITS}, got {self.init!r}.")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+
+
+class Job:
+    """One conversion. Building it checks everything; only `write` touches the disk.
+
+    Args:
+        source (`FolderSource` or `GgufSource`): an open source.
+        options (`Options`): checked options.
+    """
+
+    def __init__(self, source: Source, options: Options):
+        self.source, self.options = source, options
+        self.architecture, family = family_of(source.raw_config, source.name)
+        source_config = source.load_config()
+        check_supported(source_config, source.raw_config, source.name)
+        fields = hysparse_fields(source_config, family)
+        self.dropped_fields = dropped_fields(source.raw_config, fields)
+        self.config = HySparseConfig(
+            **fields,
+            layer_plan=layer_plan(options.plan, source_config.num_hidden_layers, parse_ratio(options.ratio)),
+            oracle_budget=options.budget,
+            oracle_block_size=options.block_size,
+            sliding_window=options.window,
+            gate_granularity=options.gate_granularity,
+            architectures=["HySparseForCausalLM"],
+        )
+        self.config.auto_map = dict(AUTO_MAP)
+        self.shapes = target_shapes(self.config)
+        self.key_map = checkpoint_map(source, self.config)
+        self.entry_of = {entry.target: entry for entry in self.key_map.entries if entry.target is not None}
+        self._check_dtypes()
+        self._check_tied()
+        embedding = self.entry_of["model.embed_tokens.weight"]
+        self.config.dtype = self._dtype_of(embedding.source)
+        self.fits: dict[int, SinkFit] = {}
+        self.calibration: Calibration | None = None
+        self.verification: dict[str, Any] = {}
+
+    @property
+    def fits_something(self) -> bool:
+        """Whether there are sinks to fit."""
+        return "sparse" in self.config.layer_plan
+
+    def table(self) -> str:
+        """The whole map, one tensor a line, and what comes of the configuration."""
+        rows = [("SOURCE", "SHAPE", "DTYPE", "OPERATION", "TARGET")]
+        for entry in self.key_map.entries:
+            info = self.source.tensors[entry.source]
+            dtype = str(info.dtype).removeprefix("torch.")
+            target = entry.target or f"dropped: {entry.reason}"
+            rows.append((entry.source, _shape(info.shape), dtype, entry.operation if entry.target else "-", target))
+        dtype = str(self.config.dtype).removeprefix("torch.")
+        rows += [("-", _shape(self.shapes[key]), dtype, f"new: {init}", key) for key, init in self.key_map.new.items()]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
+        full = [index for index, kind in enumerate(self.config.layer_plan) if kind == "full"]
+        lines += [f"config field {name} dropped: {reason}" for name, reason in self.dropped_fields.items()]
+        lines.append(
+            f"{self.architecture} {self.source.name}: {self.config.num_hidden_layers} layers, full {full}; "
+            f"{len(self.entry_of)} tensors mapped, {len(self.key_map.dropped)} dropped, {len(self.key_map.new)} new"
+        )
+        return "\n".join(lines)
+
+    def fit(self, calibration: Calibration) -> None:
+        """Fit the sinks of every sparse layer."""
+        self.calibration = calibration
+        self.fits = TeacherPass(self.config, self.mapped, calibration.windows).run()
+
+    def mapped(self, target: str) -> torch.Tensor:
+        """One target tensor from the source."""
+        entry = self.entry_of[target]
+        return OPERATIONS[entry.operation].apply(self.source.tensor(entry.source))
+
+    def write(self, folder: Path, max_shard_bytes: int) -> dict[str, Any]:
+        """Fill a folder and verify it.
+
+        Returns:
+            `dict`: the content of its `provenance.json`.
+        Raises:
+            RuntimeError: what was written is not what it should be.
+        """
+        self._write_tensors(folder, max_shard_bytes)
+        self.config.save_pretrained(folder)
+        self._write_companions(folder)
+        self._verify(folder)
+        record = self.provenance()
+        (folder / "provenance.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        return record
+
+    def provenance(self) -> dict[str, Any]:
+        """Where the checkpoint comes from and how it was made; names no place on this machine."""
+        return {
+            "source": {
+                "name": self.source.name,
+                "architecture": self.architecture,
+                "files": {
+                    file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in self.source.files
+                },
+            },
+            "map_version": MAP_VERSION,
+            "versions": _versions(),
+            "options": {**asdict(self.options), "gates": list(self.options.gates)},
+            "plan": self.config.layer_plan,
+            "keys": {
+                "mapped": len(self.entry_of),
+                "dropped": self.key_map.dropped,
+                "new": self.key_map.new,
+            },
+            "dropped_config_fields": self.dropped_fields,
+            "calibration": None if self.calibration is None else self.calibration.record,
+            "fit": {str(index): fit.summary() for index, fit in self.fits.items()},
+            "verification": self.verification,
+        }
+
+    def _dtype_of(self, source_key: str) -> torch.dtype:
+        """The dtype in which a source tensor is written."""
+        return DTYPES[self.options.dtype] if self.options.dtype else self.source.tensors[source_key].dtype
+
+    def _check_dtypes(self) -> None:
+        packed = [
+            f"{entry.source} ({self.source.tensors[entry.source].dtype})"
+            for entry in self.entry_of.values()
+            if self.source.tensors[entry.source].dtype not in STORED_DTYPES
+        ]
+        if packed:
+            raise NotImplementedError(
+                f"tensors must be of {', '.join(str(dtype) for dtype in STORED_DTYPES)}, got {', '.join(packed)}; "
+                "convert the unquantised checkpoint."
+            )
+
+    def _check_tied(self) -> None:
+        """A redundant head of a tied checkpoint must be the embedding."""
+        for entry in self.key_map.entries:
+            if entry.target is None and entry.source in TIED_TARGETS:
+                embedding = self.entry_of[TIED_TARGETS[entry.source]].source
+                if not same_bits(self.source.tensor(entry.source), self.source.tensor(embedding)):
+                    raise ValueError(
+                        f"{entry.source} must equal {embedding}, since config.json says `tie_word_embeddings: true`, "
+                        "and it differs; set `tie_word_embeddings` to false there to keep both, or delete the head "
+                        "to keep the embedding."
+                    )
+
+    def _write_tensors(self, folder: Path, max_shard_bytes: int) -> None:
+        planned = {
+            target: (self.shapes[target], self._dtype_of(entry.source)) for target, entry in self.entry_of.items()
+        }
+        planned |= {key: (self.shapes[key], self.config.dtype) for key in self.key_map.new}
+        entries = {entry.source: entry for entry in self.key_map.entries}
+        progress = logging.tqdm(total=len(planned), desc="writing tensors", unit="tensor")
+        with progress, CheckpointWriter(folder, planned, max_shard_bytes) as writer:
+            for shard in self.source.shards:
+                for key, tensor in self.source.tensors_of_shard(shard):
+                    entry = entries[key]
+                    if entry.target is not None:
+                        writer.write(entry.target, OPERATIONS[entry.operation].apply(tensor))
+                        progress.update()
+            for key, init in self.key_map.new.items():
+                layer = int(key.split(".")[2])
+                writer.write(key, initial_value(init, self.shapes[key], self.options.gates, self.fits.get(layer)))
+                progress.update()
+
+    def _write_companions(self, folder: Path) -> None:
+        """Tokenizer, generation settings and the model's code."""
+        self.source.save_companions(folder)
+        generation = self.source.generation_config()
+        if generation is None:
+            generation = GenerationConfig.from_model_config(self.config).to_diff_dict()
+        # Our model makes its own cache and refuses every other kind.
+        generation.pop("cache_implementation", None)
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+        entry = modeling_hysparse.__file__
+        for file in (entry, *get_relative_import_files(entry)):
+            shutil.copyfile(file, folder / Path(file).name)
+
+    def _verify(self, folder: Path) -> None:
+        """Compare what lies on the disk with the source, and let the library load it, without its values."""
+        faults = compare_tensors(self.source, FolderSource(folder), self.key_map)
+        _, report = HySparseForCausalLM.from_pretrained(folder, device_map="meta", output_loading_info=True)
+        faults += [f"{kind}: {sorted(map(str, keys))}" for kind, keys in report.items() if keys]
+        if faults:
+            raise RuntimeError("the written checkpoint must equal its source, got:\n  " + "\n  ".join(faults))
+        self.verification = {
+            "tensors_equal": len(self.entry_of),
+            "tensors_cast": sum(
+                self._dtype_of(entry.source) != self.source.tensors[entry.source].dtype
+                for entry in self.entry_of.values()
+            ),
+            "loading_report": {kind: sorted(map(str, keys)) for kind, keys in report.items()},
+        }
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _RECORDED_PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

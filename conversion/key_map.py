@@ -1,0 +1,217 @@
+"""Which source tensor becomes which tensor of ours: tables, and the map that they give for one checkpoint.
+
+The map is exact. Every source key is used once or dropped by a rule that says why; every target key is filled once or
+is a new parameter with a named initial value; `source_tensor` is the inverse.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
+from hysparse_hf.modeling.modeling_hysparse import HySparseForCausalLM
+
+
+# Raised whenever a table changes what a conversion writes.
+MAP_VERSION = 1
+
+
+class Operation(NamedTuple):
+    """How a tensor changes on its way, and back."""
+
+    apply: Callable[[torch.Tensor], torch.Tensor]
+    invert: Callable[[torch.Tensor], torch.Tensor]
+
+
+OPERATIONS = {"copy": Operation(apply=lambda tensor: tensor, invert=lambda tensor: tensor)}
+
+
+class Rule(NamedTuple):
+    """One row: names with `{layer}` and `{part}` open; target None drops the tensor for `reason`."""
+
+    source: str
+    target: str | None
+    operation: str = "copy"
+    reason: str = ""
+
+
+def _kept(name: str) -> Rule:
+    return Rule(name, name)
+
+
+# Llama and its descendants name their tensors as we do. A row that finds nothing is no error by itself: biases and
+# norms of queries and keys exist where the configuration says so, and a target that stays empty is an error.
+DENSE_DECODER = (
+    _kept("model.embed_tokens.weight"),
+    _kept("model.layers.{layer}.self_attn.q_proj.{part}"),
+    _kept("model.layers.{layer}.self_attn.k_proj.{part}"),
+    _kept("model.layers.{layer}.self_attn.v_proj.{part}"),
+    _kept("model.layers.{layer}.self_attn.o_proj.{part}"),
+    _kept("model.layers.{layer}.self_attn.q_norm.weight"),
+    _kept("model.layers.{layer}.self_attn.k_norm.weight"),
+    _kept("model.layers.{layer}.mlp.gate_proj.{part}"),
+    _kept("model.layers.{layer}.mlp.up_proj.{part}"),
+    _kept("model.layers.{layer}.mlp.down_proj.{part}"),
+    _kept("model.layers.{layer}.input_layernorm.weight"),
+    _kept("model.layers.{layer}.post_attention_layernorm.weight"),
+    _kept("model.norm.weight"),
+    _kept("lm_head.weight"),
+    Rule(
+        "model.layers.{layer}.self_attn.rotary_emb.inv_freq", None, reason="computed from the configuration when built"
+    ),
+    Rule("model.rotary_emb.inv_freq", None, reason="computed from the configuration when built"),
+)
+
+KEY_MAPS = {"dense_decoder": DENSE_DECODER}
+
+# Parameters without a source -> name of the initial value (see `fit.initial_value`).
+NEW_PARAMETERS = {
+    "model.layers.{layer}.self_attn.gate_global_proj.weight": "zero",
+    "model.layers.{layer}.self_attn.gate_global_proj.bias": "gate_global",
+    "model.layers.{layer}.self_attn.gate_local_proj.weight": "zero",
+    "model.layers.{layer}.self_attn.gate_local_proj.bias": "gate_local",
+    "model.layers.{layer}.self_attn.sink_global": "sink_global",
+    "model.layers.{layer}.self_attn.sink_local": "sink_local",
+}
+
+# Target -> target that it shares storage with when the embeddings are tied.
+TIED_TARGETS = {"lm_head.weight": "model.embed_tokens.weight"}
+
+_OPEN = {"{layer}": r"(?P<layer>\d+)", "{part}": r"(?P<part>weight|bias)"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One source tensor of one checkpoint: its own name, and its target or the reason why it has none."""
+
+    source: str
+    target: str | None
+    operation: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """The map of one checkpoint: `entries` in the source's order, `new` target -> name of its initial value."""
+
+    entries: tuple[Entry, ...]
+    new: dict[str, str]
+
+    @property
+    def dropped(self) -> dict[str, str]:
+        """Source key -> reason, of the tensors without a target."""
+        return {entry.source: entry.reason for entry in self.entries if entry.target is None}
+
+    def source_tensor(self, entry: Entry, target: torch.Tensor) -> torch.Tensor:
+        """The inverse: the source's tensor from its target's."""
+        return OPERATIONS[entry.operation].invert(target)
+
+
+def build_key_map(
+    rules: Iterable[Rule],
+    sources: Mapping[str, tuple[int, ...]],
+    targets: Mapping[str, tuple[int, ...]],
+    *,
+    prefixes: tuple[str, ...] = ("model.",),
+    tied: bool = False,
+) -> KeyMap:
+    """Assign every source key and account for every target key.
+
+    Args:
+        rules (`Iterable[Rule]`): a table of `KEY_MAPS`.
+        sources (`Mapping`): source key -> shape.
+        targets (`Mapping`): target key -> shape; of tied keys only the one that is stored.
+        prefixes (`tuple[str, ...]`): spellings of the prefix that the rules write as `model.`.
+        tied (`bool`): the head shares the embedding; a head in the source is then redundant.
+    Raises:
+        ValueError: a source key that no rule knows or that has no place in the target, a target key that stays
+            empty, two sources for one target, or a shape that differs; all such keys are named.
+    """
+    compiled = [(_pattern(rule.source), rule) for rule in rules]
+    compiled_new = [(_pattern(name), init) for name, init in NEW_PARAMETERS.items()]
+    prefix = _prefix_of(sources, prefixes)
+    entries: list[Entry] = []
+    faults: list[str] = []
+    filled: dict[str, str] = {}
+    for key, shape in sources.items():
+        entry = _entry(key, "model." + key.removeprefix(prefix) if _is_inside(key, prefix) else key, compiled)
+        if entry is None:
+            faults.append(f"{key} {_text(shape)} is in the source and no rule knows it")
+            continue
+        if tied and entry.target in TIED_TARGETS:
+            entry = Entry(key, None, entry.operation, f"tied: equals {TIED_TARGETS[entry.target]}")
+        elif entry.target is not None:
+            faults += _faults_of(entry, shape, targets, filled)
+        entries.append(entry)
+    new = {}
+    for target, shape in targets.items():
+        init = next((init for pattern, init in compiled_new if pattern.fullmatch(target)), None)
+        if target in filled:
+            continue
+        if init is not None:
+            new[target] = init
+        else:
+            faults.append(f"{target} {_text(shape)} is missing in the source")
+    if faults:
+        raise ValueError(
+            "the source's tensors must be those that its config.json describes, got:\n  "
+            + "\n  ".join(faults)
+            + "\nUse a complete checkpoint, or correct config.json (biases, tied embeddings, number of layers)."
+        )
+    return KeyMap(tuple(entries), new)
+
+
+def _prefix_of(sources: Iterable[str], prefixes: tuple[str, ...]) -> str:
+    """The spelling in use: the one that stands before the layers."""
+    keys = list(sources)
+    return next((p for p in prefixes if any(key.startswith(f"{p}layers.") for key in keys)), prefixes[0])
+
+
+def _is_inside(key: str, prefix: str) -> bool:
+    return key.startswith(prefix) and not key.startswith("lm_head.")
+
+
+def _entry(key: str, canonical: str, rules: list[tuple[re.Pattern, Rule]]) -> Entry | None:
+    for pattern, rule in rules:
+        match = pattern.fullmatch(canonical)
+        if match:
+            target = None if rule.target is None else rule.target.format(**match.groupdict())
+            return Entry(key, target, rule.operation, rule.reason)
+    return None
+
+
+def _faults_of(
+    entry: Entry, shape: tuple[int, ...], targets: Mapping[str, tuple[int, ...]], filled: dict[str, str]
+) -> list[str]:
+    """Record the target as filled; return what is wrong with that."""
+    assert entry.target is not None
+    if entry.target not in targets:
+        return [f"{entry.source} {_text(shape)} is in the source, and config.json leaves no place for it"]
+    if entry.target in filled:
+        return [f"{entry.source} and {filled[entry.target]} are both in the source for {entry.target}"]
+    filled[entry.target] = entry.source
+    if tuple(shape) != tuple(targets[entry.target]):
+        return [f"{entry.source} has shape {_text(shape)}, config.json asks for {_text(targets[entry.target])}"]
+    return []
+
+
+def _pattern(template: str) -> re.Pattern:
+    text = re.escape(template)
+    for name, group in _OPEN.items():
+        text = text.replace(re.escape(name), group)
+    return re.compile(text)
+
+
+def _text(shape: Iterable[int]) -> str:
+    return "(" + ", ".join(map(str, shape)) + ")"
+
+
+def target_shapes(config: HySparseConfig) -> dict[str, tuple[int, ...]]:
+    """Every key that a checkpoint of this configuration stores, with its shape."""
+    with torch.device("meta"):
+        state = HySparseForCausalLM(config).state_dict()
+    tied = TIED_TARGETS if config.tie_word_embeddings else {}
+    return {key: tuple(tensor.shape) for key, tensor in state.items() if key not in tied}
