@@ -5,6 +5,8 @@ and device) and `"triton"`. A back end asked for by name never falls back; `"aut
 call, and the environment variable `HYSPARSE_BACKEND` overrides `"auto"`.
 """
 
+import functools
+import logging
 import os
 from collections.abc import Callable
 
@@ -16,6 +18,8 @@ from .reference_hysparse import sliding_window_attention as sliding_window_refer
 from .rows_hysparse import PLAIN_ROWS, Rows
 
 
+logger = logging.getLogger(__name__)
+
 BACKENDS = ("auto", "reference", "triton")
 
 # The loader of checkpoints copies only files that it finds in literal imports, so back ends are imported by name.
@@ -26,28 +30,75 @@ _REFERENCE = {
 }
 
 
-def resolve_backend(backend: str) -> str:
-    """The back end that `backend` means here: `"reference"` or `"triton"`.
+# Filled by the first call that may use the kernels; a cached function would warn under torch.compile.
+_LOADED: list[dict[str, Callable[..., tuple]] | ImportError] = []
 
-    Raises:
-        ValueError: an unknown name, given or in `HYSPARSE_BACKEND`.
-    """
+
+def _kernels() -> dict[str, Callable[..., tuple]] | ImportError:
+    """The Triton operations by name, or why there are none."""
+    if not _LOADED:
+        _LOADED.append(_load_kernels())
+    return _LOADED[0]
+
+
+def _load_kernels() -> dict[str, Callable[..., tuple]] | ImportError:
+    try:
+        from .triton_block_sparse import block_sparse_attention
+        from .triton_full_attention import full_attention_with_oracle
+        from .triton_sliding_window import sliding_window_attention
+    except ImportError as error:
+        return error
+    return {
+        "full_attention_with_oracle": full_attention_with_oracle,
+        "block_sparse_attention": block_sparse_attention,
+        "sliding_window_attention": sliding_window_attention,
+    }
+
+
+def _requested(backend: str) -> str:
     source = "`backend`"
     if backend == "auto":
         backend, source = os.environ.get("HYSPARSE_BACKEND", "auto"), "environment variable HYSPARSE_BACKEND"
     if backend not in BACKENDS:
         raise ValueError(f"{source} must be one of {BACKENDS}, got {backend!r}.")
-    return "reference" if backend == "auto" else backend
+    return backend
 
 
-def _implementation(backend: str, operation: str, return_weights: bool) -> Callable[..., tuple]:
-    if return_weights and backend == "auto":
+def resolve_backend(backend: str, device: torch.device | None = None) -> str:
+    """The back end that `backend` means for tensors on `device` (default: the best device here).
+
+    Returns:
+        `"reference"` or `"triton"`; single calls that the kernels do not take may still go to the reference.
+    Raises:
+        ValueError: an unknown name, given or in `HYSPARSE_BACKEND`.
+    """
+    requested = _requested(backend)
+    if requested != "auto":
+        return requested
+    on_cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
+    return "triton" if on_cuda and not isinstance(_kernels(), ImportError) else "reference"
+
+
+def _run(backend: str, operation: str, query: torch.Tensor, *others: torch.Tensor, **options) -> tuple:
+    """Call the operation on its back end; `auto` goes to the reference where the kernels do not take the call."""
+    if options["return_weights"] and backend == "auto":
         backend = "reference"
-    if resolve_backend(backend) == "triton":
-        raise NotImplementedError(
-            f"backend='triton' has no kernel for `{operation}` in this version; use backend='reference' or 'auto'."
-        )
-    return _REFERENCE[operation]
+    if resolve_backend(backend, query.device) == "triton":
+        kernels = _kernels()
+        if isinstance(kernels, ImportError):
+            raise kernels
+        try:
+            return kernels[operation](query, *others, **options)
+        except NotImplementedError as reason:
+            if _requested(backend) == "triton":
+                raise
+            _log_once(f"`{operation}` runs on the reference back end: {reason}")
+    return _REFERENCE[operation](query, *others, **options)
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.info(message)
 
 
 def full_attention_with_oracle(
@@ -95,7 +146,9 @@ def full_attention_with_oracle(
     _check_choice("head_reduction", head_reduction, ("max", "mean"))
     _check_at_least("block_size", block_size, 1)
     _check_at_least("n_selected", n_selected, 0)
-    results = _implementation(backend, "full_attention_with_oracle", return_weights)(
+    results = _run(
+        backend,
+        "full_attention_with_oracle",
         query,
         key,
         value,
@@ -153,7 +206,9 @@ def block_sparse_attention(
             f"`indices` must have shape (batch, kv_heads, q_len, n) = ({', '.join(map(str, expected))}, n), got "
             f"{tuple(indices.shape)}; pass the indices that the full layer returned for these queries."
         )
-    results = _implementation(backend, "block_sparse_attention", return_weights)(
+    results = _run(
+        backend,
+        "block_sparse_attention",
         query,
         key,
         value,
@@ -197,7 +252,9 @@ def sliding_window_attention(
     _check_states(query, key, value)
     _check_sink(sink, query)
     _check_at_least("window", window, 0)
-    results = _implementation(backend, "sliding_window_attention", return_weights)(
+    results = _run(
+        backend,
+        "sliding_window_attention",
         query,
         key,
         value,

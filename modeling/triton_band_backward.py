@@ -1,0 +1,345 @@
+"""Gradients of softmax attention over a causal band: the whole past (full attention) or a window of it.
+
+    dv_s = sum over t of p[t, s] do_t
+    ds   = p * (do v - delta),      delta_t = do_t o_t - (gradient of lse_t)
+    dq_t = scaling * sum over s of ds[t, s] k_s,      dk_s = scaling * sum over t of ds[t, s] q_t
+
+One kernel runs over tiles of queries and makes dq, one over tiles of keys and makes dk and dv. Each sum has one owner
+and one order, so results repeat bitwise.
+"""
+
+import torch
+
+from .triton_common import (
+    LOG2E,
+    key_descriptor,
+    launch_sizes,
+    load_keys,
+    load_rows,
+    padded_dim,
+    precision_of,
+    query_places,
+    query_rows,
+    row_arguments,
+    row_terms,
+    store_rows,
+    tile_rows,
+    tl,
+    triton,
+)
+
+
+# (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N, warps, stages).
+_LAUNCH_DQ = {
+    (2, 128): (128, 64, 8, 3),
+    (2, 256): (64, 32, 4, 2),
+    (4, 128): (32, 32, 4, 1),
+    (4, 256): (16, 32, 4, 1),
+}
+_LAUNCH_DKDV = {
+    (2, 128): (64, 128, 8, 2),
+    (2, 256): (32, 64, 4, 1),
+    (4, 128): (32, 32, 4, 1),
+    (4, 256): (16, 32, 4, 1),
+}
+
+
+@triton.jit
+def dq_step(q, grad, total, delta, acc, k, v, visible, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """Add one tile of keys to the gradients of a tile of query rows; rows with `total` +inf add nothing."""
+    s = tl.dot(q, k.T, input_precision=PRECISION)
+    p = tl.exp2(s * scale - total[:, None])
+    dp = tl.dot(grad, v.T, input_precision=PRECISION)
+    ds = p * (dp - delta[:, None])
+    if MASKED:
+        ds = tl.where(visible, ds, 0.0)
+    return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _band_dq_kernel(
+    q_ptr,
+    key_desc,
+    value_desc,
+    grad_ptr,
+    total_ptr,
+    delta_ptr,
+    dq_ptr,
+    start_ptr,
+    first_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_qd,
+    stride_gb,
+    stride_gh,
+    stride_gm,
+    stride_gd,
+    stride_dqb,
+    stride_dqh,
+    stride_dqm,
+    stride_dqd,
+    stride_fb,
+    stride_fm,
+    KV_HEADS,
+    q_len,
+    gap,
+    window,
+    scale,
+    scaling,
+    GROUP: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_START: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq of one tile of queries times its group; the last queries see most keys and come first."""
+    batch = tl.program_id(1) // KV_HEADS
+    kv_head = tl.program_id(1) % KV_HEADS
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    steps, group_head, valid = query_rows(tile, q_len, TILE_Q, GROUP, BLOCK_M)
+    heads = kv_head * GROUP + group_head
+    owned, first = query_places(
+        start_ptr, first_ptr, stride_fb, stride_fm, batch, steps, valid, gap, HAS_START, HAS_FIRST
+    )
+    lowest = first
+    if HAS_WINDOW:
+        lowest = tl.maximum(first, owned - window + 1)
+    begin = tl.min(tl.where(valid, lowest, 2147483647), 0)
+    end = tl.max(owned, 0) + 1
+    # Where all rows begin at one column, tiles before the first row's own column need no mask.
+    all_see = tl.min(tl.where(valid, owned, 2147483647), 0) + 1
+    if tl.max(tl.where(valid, lowest, 0), 0) > begin:
+        all_see = begin
+    plain_end = begin + tl.maximum(all_see - begin, 0) // BLOCK_N * BLOCK_N
+
+    q_base = q_ptr + batch.to(tl.int64) * stride_qb
+    grad_base = grad_ptr + batch.to(tl.int64) * stride_gb
+    q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
+    grad = load_rows(grad_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
+    row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
+    total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
+    delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for column in tl.range(begin, plain_end, BLOCK_N):
+        k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
+        v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
+        acc = dq_step(q, grad, total, delta, acc, k, v, None, scale, False, PRECISION)
+    for column in tl.range(plain_end, end, BLOCK_N):
+        columns = column + tl.arange(0, BLOCK_N)
+        k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
+        v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
+        if HAS_START:
+            k = tl.where((columns < end)[:, None], k, 0.0)
+        visible = (columns[None, :] <= owned[:, None]) & (columns[None, :] >= lowest[:, None])
+        acc = dq_step(q, grad, total, delta, acc, k, v, visible, scale, True, PRECISION)
+    dq_base = dq_ptr + batch.to(tl.int64) * stride_dqb
+    store_rows(dq_base, acc * scaling, steps, heads, valid, stride_dqh, stride_dqm, stride_dqd, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """Add one tile of query rows to the gradients of a tile of keys; rows with `total` +inf add nothing."""
+    s = tl.dot(k, q.T, input_precision=PRECISION)
+    p = tl.exp2(s * scale - total[None, :])
+    if MASKED:
+        p = tl.where(visible, p, 0.0)
+    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+    dp = tl.dot(v, grad.T, input_precision=PRECISION)
+    ds = p * (dp - delta[None, :])
+    if MASKED:
+        ds = tl.where(visible, ds, 0.0)
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _band_dkdv_kernel(
+    q_ptr,
+    key_desc,
+    value_desc,
+    grad_ptr,
+    total_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    start_ptr,
+    first_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_qd,
+    stride_gb,
+    stride_gh,
+    stride_gm,
+    stride_gd,
+    stride_fb,
+    stride_fm,
+    KV_HEADS,
+    q_len,
+    kv_len,
+    window,
+    scale,
+    scaling,
+    GROUP: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_START: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk and dv of one tile of keys: the tiles of queries around the diagonal under a mask, then those behind it."""
+    batch = tl.program_id(1) // KV_HEADS
+    kv_head = tl.program_id(1) % KV_HEADS
+    column = tl.program_id(0) * BLOCK_N
+    columns = column + tl.arange(0, BLOCK_N)
+    start = kv_len - q_len
+    if HAS_START:
+        start = tl.load(start_ptr + batch).to(tl.int32)
+    tile_begin = tl.maximum(column - start, 0) // TILE_Q
+    step_end = q_len
+    if HAS_WINDOW:
+        step_end = tl.minimum(q_len, column + BLOCK_N - 1 + window - start)
+    tile_end = tl.maximum(tile_begin, tl.cdiv(tl.maximum(step_end, 0), TILE_Q))
+    plain_begin = tile_end
+    if not HAS_WINDOW and not HAS_FIRST:
+        plain_begin = tl.cdiv(tl.maximum(column + BLOCK_N - 1 - start, 0), TILE_Q)
+        plain_begin = tl.minimum(tl.maximum(plain_begin, tile_begin), tile_end)
+
+    k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
+    v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    q_base = q_ptr + batch.to(tl.int64) * stride_qb
+    grad_base = grad_ptr + batch.to(tl.int64) * stride_gb
+    for tile in tl.range(tile_begin, plain_begin):
+        steps, group_head, valid = query_rows(tile, q_len, TILE_Q, GROUP, BLOCK_M)
+        heads = kv_head * GROUP + group_head
+        q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
+        grad = load_rows(grad_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
+        row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
+        total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
+        delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
+        owned, lowest = query_places(
+            start_ptr, first_ptr, stride_fb, stride_fm, batch, steps, valid, start, HAS_START, HAS_FIRST
+        )
+        if HAS_WINDOW:
+            lowest = tl.maximum(lowest, owned - window + 1)
+        visible = (columns[:, None] <= owned[None, :]) & (columns[:, None] >= lowest[None, :])
+        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, True, PRECISION)
+    for tile in tl.range(plain_begin, tile_end):
+        steps, group_head, valid = query_rows(tile, q_len, TILE_Q, GROUP, BLOCK_M)
+        heads = kv_head * GROUP + group_head
+        q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
+        grad = load_rows(grad_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
+        row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
+        total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
+        delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
+        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, None, scale, False, PRECISION)
+    store_key_gradient(dk_ptr, dk * scaling, batch * KV_HEADS + kv_head, columns, kv_len, HEAD_DIM, BLOCK_D)
+    store_key_gradient(dv_ptr, dv, batch * KV_HEADS + kv_head, columns, kv_len, V_DIM, BLOCK_DV)
+
+
+@triton.jit
+def store_key_gradient(base_ptr, states, row, columns, kv_len, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store `(BLOCK_N, BLOCK_D)` into a contiguous `(batch * kv_heads, kv_len, DIM)`."""
+    dims = tl.arange(0, BLOCK_D)
+    offsets = (row.to(tl.int64) * kv_len + columns) * DIM
+    mask = (columns < kv_len)[:, None] & (dims < DIM)[None, :]
+    tl.store(base_ptr + offsets[:, None] + dims[None, :], states.to(base_ptr.dtype.element_ty), mask=mask)
+
+
+def band_backward(
+    grad_output: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    sink: torch.Tensor | None,
+    query_start: torch.Tensor | None,
+    first_key: torch.Tensor | None,
+    window: int | None,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients `(dq, dk, dv, dsink)` of attention over the last `window` tokens, or over the whole past for None."""
+    batch, heads, q_len, dim = query.shape
+    kv_heads, kv_len, v_dim = value.shape[1:]
+    group = heads // kv_heads
+    total, delta, grad_sink = row_terms(output, grad_output, lse, grad_lse, sink)
+    dq = torch.empty_like(query)
+    dk, dv = key.new_empty(key.shape), value.new_empty(value.shape)
+    common = {
+        **dict(zip(("stride_qb", "stride_qh", "stride_qm", "stride_qd"), query.stride(), strict=True)),
+        **dict(zip(("stride_gb", "stride_gh", "stride_gm", "stride_gd"), grad_output.stride(), strict=True)),
+        **row_arguments(query_start, first_key, batch, q_len),
+        "KV_HEADS": kv_heads,
+        "q_len": q_len,
+        "window": window or 0,
+        "scale": scaling * LOG2E,
+        "scaling": scaling,
+        "GROUP": group,
+        "HEAD_DIM": dim,
+        "BLOCK_D": padded_dim(dim),
+        "V_DIM": v_dim,
+        "BLOCK_DV": padded_dim(v_dim),
+        "HAS_WINDOW": window is not None,
+        "PRECISION": precision_of(query),
+    }
+    most_m, block_n, warps, stages = launch_sizes(_LAUNCH_DQ, query, value)
+    block_m, tile_q = tile_rows(q_len, group, most_m)
+    with torch.cuda.device_of(query):
+        _band_dq_kernel[(triton.cdiv(q_len, tile_q), batch * kv_heads)](
+            query,
+            key_descriptor(key, block_n),
+            key_descriptor(value, block_n),
+            grad_output,
+            total,
+            delta,
+            dq,
+            stride_dqb=dq.stride(0),
+            stride_dqh=dq.stride(1),
+            stride_dqm=dq.stride(2),
+            stride_dqd=dq.stride(3),
+            gap=kv_len - q_len,
+            TILE_Q=tile_q,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=warps if block_m >= 64 else 4,
+            num_stages=stages,
+            **common,
+        )
+        most_m, block_n, warps, stages = launch_sizes(_LAUNCH_DKDV, query, value)
+        block_m, tile_q = tile_rows(q_len, group, most_m)
+        _band_dkdv_kernel[(triton.cdiv(kv_len, block_n), batch * kv_heads)](
+            query,
+            key_descriptor(key, block_n),
+            key_descriptor(value, block_n),
+            grad_output,
+            total,
+            delta,
+            dk,
+            dv,
+            kv_len=kv_len,
+            TILE_Q=tile_q,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=warps,
+            num_stages=stages,
+            **common,
+        )
+    return dq, dk, dv, grad_sink

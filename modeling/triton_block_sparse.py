@@ -1,0 +1,336 @@
+"""Softmax attention over selected key blocks, with sinks.
+
+    p[t, s] = exp(q_t k_s * scaling - m) / (sum over s + exp(sink - m)),   s in a block that t chose, s <= t
+    o_t     = sum over s of p[t, s] v_s
+    lse_t   = log of the sum over s, without the sink
+
+The specification is `block_sparse_attention` of the reference. A program takes a tile of neighbouring queries times
+their group over the union of their blocks. Not supported: `window` (one softmax with the last tokens); a caller's own
+visibility mask; block sizes that are no power of two from 16 to 1024.
+"""
+
+import torch
+
+from .rows_hysparse import Rows
+from .triton_block_sparse_backward import block_sparse_backward
+from .triton_common import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    OP_NAMESPACE,
+    check_block_size,
+    check_supported,
+    finish_softmax,
+    key_descriptor,
+    launch_sizes,
+    load_keys,
+    load_rows,
+    new_output,
+    online_softmax,
+    padded_dim,
+    precision_of,
+    query_places,
+    query_rows,
+    row_arguments,
+    store_rows,
+    tile_rows,
+    tl,
+    triton,
+)
+from .triton_selection_layouts import SelectionLayouts, inverse_lists, most_tile_queries, tile_unions
+
+
+# (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N at most, warps, stages).
+_LAUNCH = {
+    (2, 128): (64, 64, 4, 3),
+    (2, 256): (64, 64, 4, 2),
+    (4, 128): (32, 32, 4, 2),
+    (4, 256): (32, 32, 4, 1),
+}
+
+
+@triton.jit
+def _block_sparse_fwd_kernel(
+    q_ptr,
+    key_desc,
+    value_desc,
+    out_ptr,
+    lse_ptr,
+    sink_ptr,
+    starts_ptr,
+    masks_ptr,
+    counts_ptr,
+    start_ptr,
+    first_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_qd,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_od,
+    stride_fb,
+    stride_fm,
+    KV_HEADS,
+    q_len,
+    gap,
+    candidates,
+    scale,
+    GROUP: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_START: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of queries times its group over the union of its blocks."""
+    batch = tl.program_id(1) // KV_HEADS
+    kv_head = tl.program_id(1) % KV_HEADS
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    steps, group_head, valid = query_rows(tile, q_len, TILE_Q, GROUP, BLOCK_M)
+    bit = steps - tile * TILE_Q
+    heads = kv_head * GROUP + group_head
+    owned, _ = query_places(start_ptr, first_ptr, stride_fb, stride_fm, batch, steps, valid, gap, HAS_START, False)
+    q_base = q_ptr + batch.to(tl.int64) * stride_qb
+    q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
+    n_whole = tl.load(counts_ptr + unit * 2)
+    n_all = tl.load(counts_ptr + unit * 2 + 1)
+    starts_ptr += unit * candidates
+    masks_ptr += unit * candidates
+    SPLIT: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    for entry in tl.range(0, n_whole * SPLIT):
+        column = tl.load(starts_ptr + entry // SPLIT) + entry % SPLIT * BLOCK_N
+        chosen = tl.load(masks_ptr + entry // SPLIT)
+        k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
+        v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        on = valid & (((chosen >> bit) & 1) != 0)
+        m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, tl.max(s, 1) * scale, scale, on, PRECISION)
+    for entry in tl.range(n_whole * SPLIT, n_all * SPLIT):
+        column = tl.load(starts_ptr + entry // SPLIT) + entry % SPLIT * BLOCK_N
+        chosen = tl.load(masks_ptr + entry // SPLIT)
+        columns = column + tl.arange(0, BLOCK_N)
+        k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
+        v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
+        if HAS_START:
+            # Past a short row's end the cache may hold anything, and 0 * NaN is NaN.
+            v = tl.where((columns <= tl.max(owned, 0))[:, None], v, 0.0)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        s = tl.where(columns[None, :] <= owned[:, None], s, -float("inf"))
+        on = valid & (((chosen >> bit) & 1) != 0)
+        m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, tl.max(s, 1) * scale, scale, on, PRECISION)
+    out, lse = finish_softmax(m_i, l_i, acc, sink_ptr, heads, valid, HAS_SINK)
+    out_base = out_ptr + batch.to(tl.int64) * stride_ob
+    store_rows(out_base, out, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
+    row = (batch * KV_HEADS * GROUP + heads).to(tl.int64)
+    tl.store(lse_ptr + row * q_len + steps, lse, mask=valid)
+
+
+@torch.library.custom_op(f"{OP_NAMESPACE}::block_sparse_forward", mutates_args=())
+def _block_sparse_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    sink: torch.Tensor | None,
+    starts: torch.Tensor,
+    masks: torch.Tensor,
+    counts: torch.Tensor,
+    choices: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    query_start: torch.Tensor | None,
+    first_key: torch.Tensor | None,
+    block_size: int,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, q_len, dim = query.shape
+    kv_heads, kv_len, v_dim = value.shape[1:]
+    group = heads // kv_heads
+    output = new_output(query, v_dim)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
+    _, block_n, warps, stages = launch_sizes(_LAUNCH, query, value)
+    block_n = min(block_n, block_size)
+    tile_q = starts.shape[2] // indices.shape[3]
+    block_m = max(16, triton.next_power_of_2(tile_q * group))
+    with torch.cuda.device_of(query):
+        _block_sparse_fwd_kernel[(starts.shape[1], batch * kv_heads)](
+            query,
+            key_descriptor(key, block_n),
+            key_descriptor(value, block_n),
+            output,
+            lse,
+            sink,
+            starts,
+            masks,
+            counts,
+            stride_qb=query.stride(0),
+            stride_qh=query.stride(1),
+            stride_qm=query.stride(2),
+            stride_qd=query.stride(3),
+            stride_ob=output.stride(0),
+            stride_oh=output.stride(1),
+            stride_om=output.stride(2),
+            stride_od=output.stride(3),
+            **row_arguments(query_start, first_key, batch, q_len),
+            KV_HEADS=kv_heads,
+            q_len=q_len,
+            gap=kv_len - q_len,
+            candidates=starts.shape[2],
+            scale=scaling * LOG2E,
+            GROUP=group,
+            TILE_Q=tile_q,
+            HEAD_DIM=dim,
+            BLOCK_D=padded_dim(dim),
+            V_DIM=v_dim,
+            BLOCK_DV=padded_dim(v_dim),
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_SIZE=block_size,
+            HAS_SINK=sink is not None,
+            PRECISION=precision_of(query),
+            num_warps=warps if block_m >= 128 else 4,
+            num_stages=stages,
+        )
+    return output, lse
+
+
+@_block_sparse_forward.register_fake
+def _(query, key, value, *others):
+    return new_output(query, value.shape[-1]), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{OP_NAMESPACE}::block_sparse_backward", mutates_args=())
+def _block_sparse_backward(
+    grad_output: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    indices: torch.Tensor,
+    sink: torch.Tensor | None,
+    starts: torch.Tensor,
+    masks: torch.Tensor,
+    counts: torch.Tensor,
+    choices: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    query_start: torch.Tensor | None,
+    first_key: torch.Tensor | None,
+    block_size: int,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    if choices is None:
+        choices, offsets = inverse_lists(indices, query_start, first_key, block_size, key.shape[2])
+    layouts = SelectionLayouts(starts, masks, counts, choices, offsets)
+    return block_sparse_backward(
+        grad_output,
+        grad_lse,
+        query,
+        key,
+        value,
+        output,
+        lse,
+        indices,
+        sink,
+        layouts,
+        query_start,
+        first_key,
+        block_size,
+        scaling,
+    )
+
+
+@_block_sparse_backward.register_fake
+def _(grad_output, grad_lse, query, key, value, output, lse, indices, sink, *others):
+    grad_sink = torch.empty_like(sink) if sink is not None else query.new_empty(0, dtype=torch.float32)
+    return torch.empty_like(query), key.new_empty(key.shape), value.new_empty(value.shape), grad_sink
+
+
+def _keep_for_backward(ctx, inputs, output):
+    query, key, value, indices, sink, *layouts, query_start, first_key, ctx.block_size, ctx.scaling = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, *output, indices, sink, *layouts, query_start, first_key)
+
+
+def _backward(ctx, grad_output, grad_lse):
+    saved = ctx.saved_tensors
+    grad_output = torch.zeros_like(saved[3]) if grad_output is None else grad_output
+    grads = _block_sparse_backward(grad_output, grad_lse, *saved, ctx.block_size, ctx.scaling)
+    return *grads[:3], None, grads[3] if saved[6] is not None else None, *(None,) * 9
+
+
+_block_sparse_forward.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def selection_layouts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    block_size: int,
+    rows: Rows,
+    for_backward: bool,
+) -> SelectionLayouts:
+    """Build what the kernels read in place of `indices`; layers of equal shapes that reuse a selection share it."""
+    group = query.shape[1] // key.shape[1]
+    most_m = launch_sizes(_LAUNCH, query, value)[0]
+    _, tile_q = tile_rows(query.shape[2], group, most_m, most_tile_queries(indices.shape[3]))
+    kv_len = key.shape[2]
+    unions = tile_unions(indices, rows.query_start, rows.first_key, tile_q, block_size, kv_len)
+    if not for_backward:
+        return SelectionLayouts(*unions)
+    return SelectionLayouts(*unions, *inverse_lists(indices, rows.query_start, rows.first_key, block_size, kv_len))
+
+
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    block_size: int,
+    scaling: float,
+    rows: Rows,
+    sink: torch.Tensor | None = None,
+    window: int = 0,
+    return_weights: bool = False,
+    layouts: SelectionLayouts | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Softmax over the selected blocks: `(output, lse, None)`; lse excludes the sink.
+
+    Args:
+        layouts (`SelectionLayouts`, *optional*): of these `indices`, from `selection_layouts`; built here otherwise.
+    Raises:
+        NotImplementedError: the reference can do it and this cannot.
+    """
+    check_supported(query, key, value, scaling=scaling, rows=rows, return_weights=return_weights)
+    check_block_size(block_size)
+    if key.shape[2] > 2**26:
+        raise NotImplementedError(
+            f"the Triton kernels take up to 2**26 keys, got {key.shape[2]}; use backend='reference'."
+        )
+    if window:
+        raise NotImplementedError("the Triton kernels take `window=0`; use backend='reference' for a merged window.")
+    if indices.shape[3] == 0:
+        indices = torch.nn.functional.pad(indices, (0, 1), value=-1)
+    indices = indices.to(torch.int32)
+    if layouts is None:
+        layouts = selection_layouts(query, key, value, indices, block_size=block_size, rows=rows, for_backward=False)
+    output, lse = _block_sparse_forward(
+        query, key, value, indices, sink, *layouts, rows.query_start, rows.first_key, block_size, float(scaling)
+    )
+    return output, lse * LN2, None

@@ -1,0 +1,80 @@
+"""Compare a Triton operation with the reference, outputs and every gradient; imported as `kernel_checks`.
+
+Without a card the kernels run in triton's interpreter: float32 and float16 only, and few programs.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from helpers import assert_within_reference_error
+from hysparse_hf.modeling.rows_hysparse import Rows
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Rows of every kind, for `batch=2, q_len=40, kv_len=70`.
+ROW_KINDS = {
+    "last_queries": Rows(),
+    "left_padding": Rows.from_padding(torch.tensor([0, 37])),
+    "unequal_rows": Rows(query_start=torch.tensor([30, 9])),
+    "packed": Rows(first_key=torch.tensor([0, 31, 32, 50]).repeat_interleave(torch.tensor([9, 1, 14, 16]))[None]),
+    "padded_unequal_rows": Rows(query_start=torch.tensor([2, 30]), first_key=torch.tensor([[5], [0]])),
+}
+
+
+def on_device(rows: Rows) -> Rows:
+    """The same rows on the device of these tests."""
+    return Rows(*(None if part is None else part.to(DEVICE) for part in (rows.query_start, rows.first_key)))
+
+
+def make_states(
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    batch: int = 1,
+    heads: int = 4,
+    kv_heads: int = 1,
+    head_dim: int = 16,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    sink: bool = False,
+    seed: int = 0,
+) -> list[torch.Tensor]:
+    """Query, key, value and, if asked for, float32 sinks, on the device of these tests.
+
+    A sink's gradient has one value per head; with fewer than four its largest error, ours or the reference's, is luck.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    kv_len = q_len if kv_len is None else kv_len
+    shapes = [
+        (batch, heads, q_len, head_dim),
+        (batch, kv_heads, kv_len, head_dim),
+        (batch, kv_heads, kv_len, v_head_dim or head_dim),
+    ]
+    states = [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+    return [*states, torch.randn(heads, generator=generator).to(DEVICE)] if sink else states
+
+
+def evaluate(call: Callable[..., tuple[torch.Tensor, ...]], states: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs and lse of `call(*states)`, then the gradient of a random linear function of both in each state."""
+    states = [tensor.detach().requires_grad_() for tensor in states]
+    outputs = call(*states)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
+    # A row without keys has lse -inf, which no gradient reaches.
+    terms = [
+        (output.masked_fill(output.isinf(), 0) * weight).sum() for output, weight in zip(outputs, weights, strict=True)
+    ]
+    return [*(output.detach() for output in outputs), *torch.autograd.grad(sum(terms), states)]
+
+
+def compare(kernel: Callable, reference: Callable, states: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Hold the kernel's outputs and gradients to the error budget; return them."""
+    actual = evaluate(kernel, states)
+    low = evaluate(reference, states)
+    exact = evaluate(reference, [tensor.double() for tensor in states])
+    names = ("output", "lse", "grad query", "grad key", "grad value", "grad sink")
+    for name, *triple in zip(names, actual, low, exact, strict=False):
+        assert_within_reference_error(*triple, name=name)
+    return actual

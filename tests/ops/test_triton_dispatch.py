@@ -1,0 +1,93 @@
+"""Which back end a call reaches: named ones never fall back, `auto` may, and compiled graphs stay whole."""
+
+import logging
+
+import pytest
+import torch
+from kernel_checks import DEVICE, evaluate, make_states
+
+from hysparse_hf.modeling import attention_hysparse
+from hysparse_hf.modeling.attention_hysparse import (
+    block_sparse_attention,
+    full_attention_with_oracle,
+    resolve_backend,
+    sliding_window_attention,
+)
+from hysparse_hf.modeling.rows_hysparse import Rows
+
+
+pytest.importorskip("triton")
+
+
+def test_auto_means_triton_on_cuda_alone(monkeypatch):
+    monkeypatch.delenv("HYSPARSE_BACKEND", raising=False)
+    assert resolve_backend("auto", torch.device("cpu")) == "reference"
+    assert resolve_backend("auto", torch.device("cuda")) == "triton"
+    monkeypatch.setenv("HYSPARSE_BACKEND", "reference")
+    assert resolve_backend("auto", torch.device("cuda")) == "reference"
+
+
+def test_without_triton_auto_is_the_reference_and_the_name_is_an_error(monkeypatch):
+    monkeypatch.delenv("HYSPARSE_BACKEND", raising=False)
+    monkeypatch.setattr(attention_hysparse, "_kernels", lambda: ImportError("pip install triton"))
+    assert resolve_backend("auto", torch.device("cuda")) == "reference"
+    with pytest.raises(ImportError, match="pip install"):
+        sliding_window_attention(*make_states(3), window=2, backend="triton")
+
+
+def test_named_back_end_refuses_what_it_cannot_do():
+    states = make_states(4)
+    visible = torch.ones(1, 1, 4, 4, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="visibility"):
+        sliding_window_attention(*states, window=2, rows=Rows(visibility=visible), backend="triton")
+    with pytest.raises(NotImplementedError, match="return_weights"):
+        sliding_window_attention(*states, window=2, return_weights=True, backend="triton")
+    with pytest.raises(NotImplementedError, match="float64"):
+        sliding_window_attention(*(tensor.double() for tensor in states), window=2, backend="triton")
+
+
+def test_auto_goes_to_the_reference_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.delenv("HYSPARSE_BACKEND", raising=False)
+    monkeypatch.setattr(attention_hysparse, "resolve_backend", lambda backend, device: "triton")
+    attention_hysparse._log_once.cache_clear()
+    states = [tensor.double() for tensor in make_states(4)]
+    with caplog.at_level(logging.INFO, logger=attention_hysparse.__name__):
+        for _ in range(2):
+            output = sliding_window_attention(*states, window=2)
+    assert output.dtype == torch.float64
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "float64" in caplog.text
+
+
+@pytest.mark.parametrize("operation", ["full", "sparse", "window"])
+def test_compiled_graph_is_whole_and_differentiable(operation):
+    states = make_states(20, heads=4)
+    indices = torch.zeros(1, 1, 20, 1, dtype=torch.int32, device=DEVICE)
+
+    def call(query, key, value):
+        if operation == "full":
+            return full_attention_with_oracle(query, key, value, block_size=16, n_selected=1, backend="triton")[:1]
+        if operation == "sparse":
+            return (block_sparse_attention(query, key, value, indices, block_size=16, backend="triton"),)
+        return (sliding_window_attention(query, key, value, window=5, backend="triton"),)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for x, y in zip(evaluate(compiled, states), evaluate(call, states), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_device_other_than_the_current_one_D01():
+    states = make_states(70, heads=4, head_dim=64, dtype=torch.bfloat16)
+
+    def call(query, key, value):
+        output, _, indices = full_attention_with_oracle(query, key, value, block_size=16, n_selected=2)
+        sparse = block_sparse_attention(query, key, value, indices, block_size=16)
+        return output, sparse, sliding_window_attention(query, key, value, window=9)
+
+    here = evaluate(call, states)
+    with torch.cuda.device(0):
+        there = evaluate(call, [tensor.to("cuda:1") for tensor in states])
+    for x, y in zip(here, there, strict=True):
+        torch.testing.assert_close(x, y.to(x.device), rtol=0, atol=0)
