@@ -18,7 +18,10 @@ _PUBLIC = {
     "HySparseConfig": "hysparse_hf.modeling.configuration_hysparse",
     "HySparseForCausalLM": "hysparse_hf.modeling.modeling_hysparse",
     "HySparseModel": "hysparse_hf.modeling.modeling_hysparse",
+    "HySparseCache": "hysparse_hf.modeling.cache_hysparse",
     "convert": "hysparse_hf.conversion.convert",
+    "measure_cache_bytes": "hysparse_hf.cache_accounting",
+    "predict_cache_bytes": "hysparse_hf.cache_accounting",
 }
 
 __all__ = ["__version__", "register", *_PUBLIC]  # noqa: PLE0604 - names come from the table
