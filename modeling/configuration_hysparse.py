@@ -6,8 +6,18 @@ Keep this file free of relative imports and of registrations: a checkpoint folde
 import copy
 from typing import Any, Literal
 
-from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig
+import transformers
+
+
+# A checkpoint's code begins here: under another library the names below may be absent, or mean something else.
+if not (5, 17) <= tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (6,):
+    raise ImportError(
+        f"HySparse needs transformers>=5.17,<6, got {transformers.__version__}; "
+        'pip install "transformers>=5.17,<6" installs one.'
+    )
+
+from huggingface_hub.dataclasses import strict  # noqa: E402 - after the check
+from transformers.configuration_utils import PreTrainedConfig  # noqa: E402
 
 
 LAYER_KINDS = ("full", "sparse", "window")

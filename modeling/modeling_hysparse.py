@@ -51,6 +51,10 @@ class HySparseCausalLMOutputWithPast(CausalLMOutputWithPast):
     selected_indices: tuple[torch.Tensor, ...] | None = None
 
 
+class HySparseGate(nn.Linear):
+    """Projection of a gate, with bias; zero from scratch."""
+
+
 class HySparseAttention(nn.Module):
     """Attention of one layer; `layer_plan[layer_idx]` says which kind.
 
@@ -87,7 +91,7 @@ class HySparseAttention(nn.Module):
 
         widths = {"elementwise": self.num_heads * self.v_head_dim, "headwise": self.num_heads, "none": 0}
         for branch in self._gated_branches(widths[config.gate_granularity]):
-            setattr(self, f"gate_{branch}_proj", nn.Linear(hidden, widths[config.gate_granularity], bias=True))
+            setattr(self, f"gate_{branch}_proj", HySparseGate(hidden, widths[config.gate_granularity]))
         for branch in self.branches if config.attention_sink and self.kind != "full" else ():
             setattr(self, f"sink_{branch}", nn.Parameter(torch.empty(self.num_heads)))
 
@@ -305,17 +309,18 @@ class HySparsePreTrainedModel(PreTrainedModel):
     def save_pretrained(self, *args, **kwargs) -> None:
         """As the library's; names every Auto class in `auto_map`, of which it would write only this object's own."""
         if self._auto_class is not None:
-            self.config.auto_map = {**AUTO_MAP, **getattr(self.config, "auto_map", {})}
+            # Ours last: a config that came from a hub repository names the files there, and these are saved here.
+            self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **AUTO_MAP}
         super().save_pretrained(*args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, HySparseAttention):
-            # Gates start at one half and sinks at zero, as in the paper's architecture from scratch.
-            for name, parameter in module.named_parameters():
-                if name.startswith(("gate_", "sink_")):
-                    init.zeros_(parameter)
+        # Gates start at one half and sinks at zero, as in the paper's architecture from scratch. Each module fills its
+        # own parameters only: the library passes over modules that have none.
+        if isinstance(module, (HySparseAttention, HySparseGate)):
+            for parameter in module.parameters(recurse=False):
+                init.zeros_(parameter)
         elif isinstance(module, HySparseRotaryEmbedding):
             module.reset_buffers()
 
