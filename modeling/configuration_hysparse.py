@@ -77,7 +77,8 @@ class HySparseConfig(PreTrainedConfig):
     """
 
     model_type = "hysparse"
-    keys_to_ignore_at_inference = ("past_key_values", "cache")
+    # A list, because Trainer adds one to it.
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
     vocab_size: int = 32000
     hidden_size: int = 4096

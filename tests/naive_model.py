@@ -61,8 +61,9 @@ def _full_layer(config, weights, prefix, normed, trace, layer):
         forced_first_blocks=config.oracle_forced_first_blocks,
         forced_local_blocks=config.oracle_forced_local_blocks,
     )
+    output, maps = _gated(config, weights, prefix, "full", normed, output, maps)
     trace.keys[layer], trace.values[layer], trace.indices[layer], trace.maps[layer] = key, value, indices, maps
-    return output.transpose(1, 2).flatten(2), (key, value, indices)
+    return output, (key, value, indices)
 
 
 def _reading_layer(config, weights, prefix, normed, kind, shared, trace, layer):
@@ -86,20 +87,23 @@ def _reading_layer(config, weights, prefix, normed, kind, shared, trace, layer):
             block_size=config.oracle_block_size,
             sink=weights.get(f"{prefix}sink_global"),
         )
-    total, maps = 0, 0
-    for name, (output, _, weight) in branches.items():
-        output = output.transpose(1, 2)
-        if f"{prefix}gate_{name}_proj.weight" in weights:
-            gate = torch.sigmoid(
-                functional.linear(
-                    normed, weights[f"{prefix}gate_{name}_proj.weight"], weights[f"{prefix}gate_{name}_proj.bias"]
-                )
-            ).unflatten(-1, (config.num_attention_heads, -1))
-            output = output * gate
-            weight = weight * gate.mean(-1).transpose(1, 2)[..., None]
-        total, maps = total + output.flatten(2), maps + weight
-    trace.keys[layer], trace.values[layer], trace.maps[layer] = key, value, maps
-    return total
+    parts = [
+        _gated(config, weights, prefix, name, normed, output, maps) for name, (output, _, maps) in branches.items()
+    ]
+    trace.keys[layer], trace.values[layer] = key, value
+    trace.maps[layer] = sum(maps for _, maps in parts)
+    return sum(output for output, _ in parts)
+
+
+def _gated(config, weights, prefix, branch, normed, output, maps):
+    """A branch's output as `(batch, length, heads * v_head_dim)` and its map, both times its gate if it has one."""
+    output = output.transpose(1, 2)
+    weight = weights.get(f"{prefix}gate_{branch}_proj.weight")
+    if weight is not None:
+        gate = torch.sigmoid(functional.linear(normed, weight, weights[f"{prefix}gate_{branch}_proj.bias"]))
+        gate = gate.unflatten(-1, (config.num_attention_heads, -1))
+        output, maps = output * gate, maps * gate.mean(-1).transpose(1, 2)[..., None]
+    return output.flatten(2), maps
 
 
 def _norm(states, weight, eps):
@@ -112,7 +116,7 @@ def _heads(config, weights, prefix, normed, name):
     )
     states = states.unflatten(-1, (-1, config.v_head_dim if name == "v" else config.head_dim))
     if config.use_qk_norm and name != "v":
-        states = _norm(states, weights[f"{prefix}_norm.weight"], config.rms_norm_eps)
+        states = _norm(states, weights[f"{prefix}{name}_norm.weight"], config.rms_norm_eps)
     return states.transpose(1, 2)
 
 
