@@ -90,7 +90,7 @@ def _from_files(source: FolderSource | GgufSource, files: list[Path], tokens: in
             "or pass token ids from Python."
         )
     per_file = max(1, round(tokens / length / len(files)))
-    windows = []
+    windows: list[torch.Tensor] = []
     for file, text in zip(files, texts, strict=True):
         before = len(windows)
         for piece in _spread(text, per_file, length * CHARACTERS_PER_TOKEN):
@@ -120,7 +120,7 @@ def _sampled(source: FolderSource | GgufSource, length: int) -> Calibration:
         "No calibration text was given: the sinks are fitted on text that the source samples from itself. Text of "
         "the kind that the model will read fits better; pass it with --calibrate FILE."
     )
-    model = source.load_model(None)
+    model: Any = source.load_model(None)
     bos, generator = model.config.bos_token_id, torch.Generator().manual_seed(0)
     start = torch.randint(model.config.vocab_size, (SAMPLED_WINDOWS, 1), generator=generator)
     if bos is not None:

@@ -7,7 +7,7 @@ in closed form (see `fit`). The output folder appears at once, complete with tok
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,7 +27,7 @@ def convert(
     block_size: int = 64,
     window: int = 128,
     gates: tuple[float, float] = (0.05, 0.95),
-    gate_granularity: str = "elementwise",
+    gate_granularity: Literal["elementwise", "headwise"] = "elementwise",
     init: str = "fitted",
     calibrate: Sequence[str | Path] | str | Path | torch.Tensor | None = None,
     calibration_tokens: int = 8192,

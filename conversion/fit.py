@@ -101,7 +101,11 @@ def fit_local_sink(sums: HeadSums) -> tuple[torch.Tensor, float, float, float]:
     total = sums.target.sum()
     without = (sums.square - 2 * sums.dot).sum()
     share = torch.sigmoid(sums.lse - sink[:, None]).mean().item()
-    return sink, share, *(math.sqrt(max(0.0, ((total + e) / total).item())) for e in (without, lowest.sum()))
+    return sink, share, _relative(total + without, total), _relative(total + lowest.sum(), total)
+
+
+def _relative(error: torch.Tensor, total: torch.Tensor) -> float:
+    return math.sqrt(max(0.0, (error / total).item()))
 
 
 def sink_for_share(lse: torch.Tensor, share: float = GLOBAL_SINK_SHARE) -> torch.Tensor:

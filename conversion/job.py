@@ -5,7 +5,7 @@ import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig
@@ -41,7 +41,7 @@ class Options:
     block_size: int
     window: int
     gates: tuple[float, float]
-    gate_granularity: str
+    gate_granularity: Literal["elementwise", "headwise"]
     init: str
     dtype: str | None
 
@@ -94,7 +94,8 @@ class Job:
         self._check_dtypes()
         self._check_tied()
         embedding = self.entry_of["model.embed_tokens.weight"]
-        self.config.dtype = self._dtype_of(embedding.source)
+        self.dtype = self._dtype_of(embedding.source)
+        self.config.dtype = self.dtype
         self.fits: dict[int, SinkFit] = {}
         self.calibration: Calibration | None = None
         self.verification: dict[str, Any] = {}
@@ -112,7 +113,7 @@ class Job:
             dtype = str(info.dtype).removeprefix("torch.")
             target = entry.target or f"dropped: {entry.reason}"
             rows.append((entry.source, _shape(info.shape), dtype, entry.operation if entry.target else "-", target))
-        dtype = str(self.config.dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.")
         rows += [("-", _shape(self.shapes[key]), dtype, f"new: {init}", key) for key, init in self.key_map.new.items()]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
@@ -207,7 +208,7 @@ class Job:
         planned = {
             target: (self.shapes[target], self._dtype_of(entry.source)) for target, entry in self.entry_of.items()
         }
-        planned |= {key: (self.shapes[key], self.config.dtype) for key in self.key_map.new}
+        planned |= {key: (self.shapes[key], self.dtype) for key in self.key_map.new}
         entries = {entry.source: entry for entry in self.key_map.entries}
         progress = logging.tqdm(total=len(planned), desc="writing tensors", unit="tensor")
         with progress, CheckpointWriter(folder, planned, max_shard_bytes) as writer:
@@ -238,7 +239,8 @@ class Job:
     def _verify(self, folder: Path) -> None:
         """Compare what lies on the disk with the source, and let the library load it, without its values."""
         faults = compare_tensors(self.source, FolderSource(folder), self.key_map)
-        _, report = HySparseForCausalLM.from_pretrained(folder, device_map="meta", output_loading_info=True)
+        loaded: Any = HySparseForCausalLM.from_pretrained(folder, device_map="meta", output_loading_info=True)
+        report = loaded[1]
         faults += [f"{kind}: {sorted(map(str, keys))}" for kind, keys in report.items() if keys]
         if faults:
             raise RuntimeError("the written checkpoint must equal its source, got:\n  " + "\n  ".join(faults))

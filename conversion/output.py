@@ -90,7 +90,7 @@ class CheckpointWriter:
         data = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
         file = self._files[self.file_of[key]]
         file.seek(self._place[key])
-        file.write(memoryview(data.reshape(-1).view(torch.uint8).numpy()))
+        file.write(data.reshape(-1).view(torch.uint8).numpy().data)
 
     def __enter__(self) -> "CheckpointWriter":
         return self

@@ -35,7 +35,7 @@ class WeightFormat(NamedTuple):
         return self.stem + self.suffix
 
     @property
-    def index(self) -> str:
+    def index_file(self) -> str:
         return f"{self.single}.index.json"
 
     @property
@@ -192,7 +192,7 @@ class FolderSource:
         if self.index is None:
             return
         faults = [
-            f"{key} is in {self.format.index} for {file} and "
+            f"{key} is in {self.format.index_file} for {file} and "
             + (f"lies in {self.tensors[key].file}" if key in self.tensors else "in no file")
             for key, file in self.index.items()
             if key not in self.tensors or self.tensors[key].file != file
@@ -242,8 +242,9 @@ class GgufSource:
 
     def load_model(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """The source model itself, in evaluation mode."""
-        model = self._loaded()
-        return model if dtype is None else model.to(dtype)
+        if dtype in (None, torch.float32):
+            return self._loaded()
+        return self._load(AutoModelForCausalLM, dtype=dtype).eval()
 
     def load_tokenizer(self):
         """The tokenizer inside the file."""
@@ -323,9 +324,9 @@ def _weight_files(path: Path) -> tuple[WeightFormat, list[str], dict[str, str] |
     """Format, weight files in order, and key -> file of the index where there is one."""
     for form in WEIGHT_FORMATS:
         shards = sorted(file.name for file in path.iterdir() if form.shard.fullmatch(file.name))
-        has_single, has_index = (path / form.single).exists(), (path / form.index).exists()
+        has_single, has_index = (path / form.single).exists(), (path / form.index_file).exists()
         if has_single and (shards or has_index):
-            others = ", ".join([*shards, *[form.index] * has_index])
+            others = ", ".join([*shards, *[form.index_file] * has_index])
             raise ValueError(
                 f"{path.name} must hold one checkpoint, got {form.single} beside {others}; remove what is stale."
             )
@@ -342,15 +343,15 @@ def _weight_files(path: Path) -> tuple[WeightFormat, list[str], dict[str, str] |
 
 
 def _indexed(path: Path, form: WeightFormat, present: list[str]) -> tuple[list[str], dict[str, str]]:
-    index = _read_json(path / form.index).get("weight_map")
+    index = _read_json(path / form.index_file).get("weight_map")
     if not isinstance(index, dict) or not index:
-        raise ValueError(f"{form.index} must hold a `weight_map`, got none; fetch it again.")
+        raise ValueError(f"{form.index_file} must hold a `weight_map`, got none; fetch it again.")
     named = sorted(set(index.values()))
     absent = [file for file in named if not (path / file).is_file() or Path(file).name != file]
     unnamed = sorted(set(present) - set(named))
     if absent or unnamed:
         raise ValueError(
-            f"{path.name}: the files of {form.index} must be those of the folder; "
+            f"{path.name}: the files of {form.index_file} must be those of the folder; "
             + f"missing: {', '.join(absent) or 'none'}; not in the index: {', '.join(unnamed) or 'none'}. "
             "Fetch the checkpoint again."
         )

@@ -1,0 +1,246 @@
+"""The target folder appears complete or not at all, and holds all that a loader needs."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from hysparse_hf import HySparseForCausalLM, cli, convert
+from hysparse_hf.conversion.output import CheckpointWriter
+
+
+def snapshot(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}
+
+
+def test_H12_filled_target_is_refused(make_source, convert_naive, tmp_path):
+    source, _ = make_source()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="new or empty folder"):
+        convert_naive(source)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+def test_target_that_is_a_file_is_refused(make_source, convert_naive, tmp_path):
+    source, _ = make_source()
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match="new or empty folder"):
+        convert_naive(source)
+
+
+def test_empty_target_is_filled(make_source, convert_naive, tmp_path):
+    source, _ = make_source()
+    (tmp_path / "out").mkdir()
+    assert (convert_naive(source) / "config.json").exists()
+
+
+# Where the process is killed: a function, and how many of its calls still return.
+KILLED_IN = {
+    "first-tensor": ("hysparse_hf.conversion.output.CheckpointWriter.write", 0),
+    "tenth-tensor": ("hysparse_hf.conversion.output.CheckpointWriter.write", 10),
+    "config": ("hysparse_hf.modeling.configuration_hysparse.HySparseConfig.save_pretrained", 0),
+    "code": ("shutil.copyfile", 3),
+    "verification": ("hysparse_hf.conversion.job.compare_tensors", 0),
+    "provenance": ("hysparse_hf.conversion.job.Job.provenance", 0),
+    "rename": ("os.replace", 0),
+}
+
+KILLER = """
+    import os, pkgutil, signal, sys
+    from hysparse_hf import convert
+
+    def dying(function, left):
+        def call(*args, **kwargs):
+            nonlocal left
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return function(*args, **kwargs)
+        return call
+
+    for argument in sys.argv[3:]:
+        name, path, left = argument.split("=")
+        child = os.fork()
+        if not child:
+            owner, _, attribute = path.rpartition(".")
+            owner = pkgutil.resolve_name(owner)
+            setattr(owner, attribute, dying(getattr(owner, attribute), int(left)))
+            convert(sys.argv[1], os.path.join(sys.argv[2], name), init="naive")
+            os._exit(0)
+        print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_H12_killed_conversion_leaves_no_target_and_can_be_repeated(make_source, convert_naive, tmp_path):
+    source, _ = make_source()
+    outs = tmp_path / "outs"
+    outs.mkdir()
+    points = [f"{name}={path}={left}" for name, (path, left) in KILLED_IN.items()]
+    command = [sys.executable, "-c", textwrap.dedent(KILLER), str(source), str(outs), *points]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == [word for name in KILLED_IN for word in (name, str(-signal.SIGKILL))]
+    visible = [path.name for path in outs.iterdir() if not path.name.startswith(".")]
+    assert visible == []
+    first, again = convert_naive(source, "clean"), convert_naive(source, "outs/rename")
+    assert snapshot(first) == snapshot(again)
+
+
+def test_error_on_the_way_leaves_nothing(make_source, convert_naive, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("hysparse_hf.conversion.job.compare_tensors", fail)
+    source, _ = make_source()
+    with pytest.raises(OSError, match="disk full"):
+        convert_naive(source)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_dry_run_prints_the_map_and_writes_nothing(make_source, tmp_path, capsys):
+    source, _ = make_source(tie_word_embeddings=True)
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--dry-run", "--plan", "0,2"]) == 0
+    printed = capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert "97x64" in printed
+    assert "new: sink_local" in printed
+    assert "full [0, 2]" in printed
+    with safe_open(source / "model.safetensors", "pt") as file:
+        keys = list(file.keys())
+    assert all(key in printed for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--plan", "1,2"], "must include layer 0"),
+        (["--plan", "0,9"], "layers of the source (0 to 4), got [9]"),
+        (["--plan", "0,3,3"], "each full layer once"),
+        (["--plan", "auto"], "'regular' or a list"),
+        (["--ratio", "3"], "must read 1:N"),
+        (["--budget", "1000"], "use 960 or 1024"),
+        (["--window", "0"], "at least 1"),
+        (["--gates", "0", "1"], "between 0 and 1"),
+        (["--calibrate", "nowhere.txt"], "nowhere.txt"),
+    ],
+    ids=lambda value: "=".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_option_is_explained_before_any_work(make_source, tmp_path, capsys, arguments, words):
+    source, _ = make_source()
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), *arguments]) == 1
+    assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_shards_of_the_output_load(make_source, convert_naive, token_ids):
+    source, _ = make_source()
+    single = convert_naive(source, "single")
+    sharded = convert_naive(source, "sharded", max_shard_bytes=100_000)
+    files = sorted(sharded.glob("model-*.safetensors"))
+    assert len(files) > 3
+    assert all(file.stat().st_size < 110_000 for file in files)
+    first, second = (HySparseForCausalLM.from_pretrained(out)(token_ids).logits for out in (single, sharded))
+    assert torch.equal(first, second)
+
+
+def test_writer_makes_files_that_safetensors_reads(tmp_path):
+    tensors = {
+        "half": torch.randn(3).to(torch.bfloat16),
+        "scalar": torch.tensor(2.5),
+        "wide": torch.randn(2, 5, dtype=torch.float64),
+        "view": torch.randn(4, 3).T,
+        "empty": torch.zeros(0, 4),
+    }
+    planned = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    with CheckpointWriter(tmp_path, planned) as writer:
+        for key in reversed(tensors):
+            writer.write(key, tensors[key])
+    read = load_file(tmp_path / "model.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[key], tensors[key]) and read[key].dtype == tensors[key].dtype for key in tensors)
+
+
+def test_writer_notices_a_tensor_that_was_never_written(tmp_path):
+    with (
+        pytest.raises(AssertionError, match="never written"),
+        CheckpointWriter(tmp_path, {"a": ((2,), torch.float32)}),
+    ):
+        pass
+
+
+def test_provenance_says_where_it_comes_from_and_names_no_place(make_source, convert_naive, tmp_path):
+    source, _ = make_source()
+    out = convert_naive(source, plan="0,3", dtype="bfloat16")
+    text = (out / "provenance.json").read_text()
+    record = json.loads(text)
+    assert str(tmp_path) not in text
+    assert str(tmp_path) not in (out / "config.json").read_text()
+    assert record["source"]["name"] == "source"
+    for name, entry in record["source"]["files"].items():
+        assert entry["sha256"] == hashlib.sha256((source / name).read_bytes()).hexdigest()
+    assert record["plan"] == ["full", "sparse", "sparse", "full", "sparse"]
+    assert record["options"]["dtype"] == "bfloat16"
+    assert (
+        record["verification"]["tensors_equal"] == record["keys"]["mapped"] == record["verification"]["tensors_cast"]
+    )
+    assert not any(record["verification"]["loading_report"].values())
+
+
+def test_download_cache_gives_repository_and_revision(make_source, tmp_path):
+    source, _ = make_source(name="models--org--tiny/snapshots/abc123")
+    record = convert(source, tmp_path / "out", init="naive", dry_run=True)
+    assert record["source"]["name"] == "org/tiny@abc123"
+
+
+def test_companions_are_copied(make_source, convert_naive):
+    source, _ = make_source()
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "LICENSE").write_text("words")
+    (source / "secret.txt").write_text("not a companion")
+    generation = json.loads((source / "generation_config.json").read_text())
+    (source / "generation_config.json").write_text(json.dumps(generation | {"cache_implementation": "static"}))
+    out = convert_naive(source)
+    for name in ("chat_template.jinja", "tokenizer_config.json", "LICENSE"):
+        assert (out / name).read_text() == (source / name).read_text()
+    assert not (out / "secret.txt").exists()
+    assert "cache_implementation" not in json.loads((out / "generation_config.json").read_text())
+
+
+FRESH = """
+    import sys
+    class Blocked:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] == "hysparse_hf":
+                raise ImportError("blocked")
+    sys.meta_path.insert(0, Blocked())
+    import torch
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+    ids = torch.arange(3, 43)[None]
+    logits = model(ids).logits
+    assert AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True).model_type == "hysparse"
+    assert type(AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)).__name__ == "HySparseModel"
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > 40
+    torch.save(logits, sys.argv[2])
+"""
+
+
+def test_loads_in_a_fresh_process_without_the_package(make_source, convert_naive, tmp_path):
+    source, _ = make_source()
+    out = convert_naive(source, "with.dot-hyphen and space")
+    command = [sys.executable, "-c", textwrap.dedent(FRESH), str(out), str(tmp_path / "logits.pt")]
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    here = HySparseForCausalLM.from_pretrained(out)(torch.arange(3, 43)[None]).logits
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), here)

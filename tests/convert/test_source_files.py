@@ -1,0 +1,201 @@
+"""What a source folder may look like, and what is refused by name before any work."""
+
+import json
+import os
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hysparse_hf import convert
+from hysparse_hf.conversion.source import open_source
+from hysparse_hf.conversion.verify import weight_faults
+
+
+def shards_of(folder):
+    return sorted(path.name for path in folder.glob("model-*.safetensors"))
+
+
+def assert_refused(source, tmp_path, error, match):
+    with pytest.raises(error, match=match):
+        convert(source, tmp_path / "out", init="naive")
+    assert [path.name for path in tmp_path.iterdir()] == [source.name], "something was left behind"
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_sharded_source_equals_the_single_file(make_source, convert_naive, with_index):
+    single, _ = make_source(name="single")
+    sharded, _ = make_source(name="sharded", max_shard_size="100KB")
+    assert len(shards_of(sharded)) > 3
+    if not with_index:
+        (sharded / "model.safetensors.index.json").unlink()
+    outs = convert_naive(single, "a"), convert_naive(sharded, "b")
+    first, second = (load_file(out / "model.safetensors") for out in outs)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_H10_missing_shard_is_named(make_source, tmp_path):
+    source, _ = make_source(max_shard_size="100KB")
+    (source / shards_of(source)[1]).unlink()
+    assert_refused(source, tmp_path, ValueError, r"missing: model-00002-of-\d+\.safetensors")
+
+
+def test_H10_renamed_shard_is_named(make_source, tmp_path):
+    source, _ = make_source(max_shard_size="100KB")
+    (source / shards_of(source)[1]).rename(source / "model-00099-of-00099.safetensors")
+    assert_refused(source, tmp_path, ValueError, r"missing: model-00002.*not in the index: model-00099")
+
+
+def test_H10_stale_index_beside_a_single_file(make_source, tmp_path):
+    source, _ = make_source()
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+    assert_refused(source, tmp_path, ValueError, r"model\.safetensors beside model\.safetensors\.index\.json")
+
+
+def test_H10_index_that_contradicts_its_shards(make_source, tmp_path):
+    source, _ = make_source(max_shard_size="100KB")
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = shards_of(source)[0]
+    del index["weight_map"]["lm_head.weight"]
+    path.write_text(json.dumps(index))
+    assert_refused(source, tmp_path, ValueError, r"lm_head\.weight is in .*not in the index[^\0]*model\.norm\.weight")
+
+
+def test_H10_gap_in_the_numbering_without_index(make_source, tmp_path):
+    source, _ = make_source(max_shard_size="100KB")
+    (source / "model.safetensors.index.json").unlink()
+    (source / shards_of(source)[2]).unlink()
+    assert_refused(source, tmp_path, ValueError, r"missing numbers: \[3\]")
+
+
+def test_H10_truncated_shard_is_named(make_source, tmp_path):
+    source, _ = make_source(max_shard_size="100KB")
+    name = shards_of(source)[1]
+    content = (source / name).read_bytes()
+    (source / name).write_bytes(content[:-100])
+    assert_refused(source, tmp_path, ValueError, rf"{name} must be a complete safetensors file")
+
+
+def test_same_tensor_in_two_shards_is_named(make_source, tmp_path):
+    source, _ = make_source(max_shard_size="100KB")
+    (source / "model.safetensors.index.json").unlink()
+    first, last = (source / shards_of(source)[i] for i in (0, -1))
+    key = next(iter(load_file(first)))
+    save_file(load_file(last) | {key: load_file(first)[key]}, last, metadata={"format": "pt"})
+    assert_refused(source, tmp_path, ValueError, rf"{key} is in .* and in {last.name}")
+
+
+def as_pickle(source):
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    torch.save(tensors, source / "pytorch_model.bin")
+
+
+def test_H13_pickle_of_tensors_is_read(make_source, convert_naive):
+    source, _ = make_source()
+    as_pickle(source)
+    out = convert_naive(source)
+    assert weight_faults(source, out) == []
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)  # noqa: PTH102 - what an attacker would write
+
+
+def test_H13_pickle_that_runs_code_is_refused_and_does_not_run(make_source, tmp_path, tmp_path_factory):
+    source, _ = make_source()
+    as_pickle(source)
+    mark = tmp_path_factory.mktemp("mark") / "ran"
+    torch.save({"model.norm.weight": Bomb(str(mark))}, source / "pytorch_model.bin")
+    assert_refused(source, tmp_path, ValueError, r"pytorch_model\.bin must be a pickle of tensors only")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        pytest.param({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}, "Gemma3", id="gemma3"),
+        pytest.param({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequence", id="classifier"),
+        pytest.param({"architectures": None, "model_type": "mamba"}, "'mamba'", id="by-model-type"),
+        pytest.param({"quantization_config": {"quant_method": "gptq"}}, "quantised", id="quantised"),
+    ],
+)
+def test_unsupported_source_is_refused_by_name(make_source, tmp_path, edit, changes, match):
+    source, _ = make_source()
+    edit.json(source / "config.json", **changes)
+    assert_refused(source, tmp_path, NotImplementedError, match)
+
+
+def test_packed_weights_are_refused_by_name(make_source, tmp_path, edit):
+    source, _ = make_source()
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit.tensors(source / "model.safetensors", lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
+    assert_refused(source, tmp_path, NotImplementedError, rf"{name} \(torch\.float8")
+
+
+def test_folder_without_weights(make_source, tmp_path):
+    source, _ = make_source()
+    (source / "model.safetensors").unlink()
+    assert_refused(source, tmp_path, FileNotFoundError, r"must hold model\.safetensors")
+
+
+def test_broken_config(make_source, tmp_path):
+    source, _ = make_source()
+    (source / "config.json").write_text('{"model_type": ')
+    assert_refused(source, tmp_path, ValueError, r"config\.json must be valid JSON")
+
+
+def test_place_that_does_not_exist(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        open_source(tmp_path / "nowhere")
+
+
+def test_broken_gguf_file(tmp_path):
+    pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ValueError, match=r"model\.gguf must be a complete GGUF file"):
+        open_source(path)
+
+
+def test_H09_peak_memory_stays_below_two_shards(make_source, tmp_path):
+    """Eight shards of about 20 MB. Reading mapped files counts: resident memory is what is measured."""
+    psutil = pytest.importorskip("psutil")
+    source, _ = make_source(
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=9,
+        num_attention_heads=8,
+        head_dim=64,
+        vocab_size=2000,
+        max_shard_size="20MB",
+    )
+    largest = max((source / name).stat().st_size for name in shards_of(source))
+    assert len(shards_of(source)) >= 8
+    options = {"init": "naive", "plan": [0], "gate_granularity": "headwise"}
+    convert(source, tmp_path / "first", **options)  # what is loaded once, loaded before measuring
+    process = psutil.Process()
+    for dtype in (None, "bfloat16"):
+        peak, done = [0], threading.Event()
+
+        def watch(peak=peak, done=done):
+            while not done.wait(0.002):
+                peak[0] = max(peak[0], process.memory_info().rss)
+
+        before = process.memory_info().rss
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            convert(source, tmp_path / f"out-{dtype}", dtype=dtype, **options)
+        finally:
+            done.set()
+            watcher.join()
+        growth = peak[0] - before
+        assert growth <= 2 * largest, f"{growth / 1e6:.0f} MB over shards of at most {largest / 1e6:.0f} MB, {dtype}"
