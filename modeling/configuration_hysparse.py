@@ -31,8 +31,14 @@ def regular_layer_plan(num_layers: int, sparse_layers_per_full: int) -> list[str
     Args:
         num_layers (`int`): layers in the model.
         sparse_layers_per_full (`int`): N of the 1:N ratio; 0 makes every layer full.
+    Raises:
+        ValueError: a negative ratio.
     Source: HySparse (arXiv:2602.03560), section 3; reproduces its 5 full layers of 49 at 1:11.
     """
+    if sparse_layers_per_full < 0:
+        raise ValueError(
+            f"`sparse_layers_per_full` must be at least 0, got {sparse_layers_per_full}; 0 makes every layer full."
+        )
     period = sparse_layers_per_full + 1
     return ["full" if i % period == 0 or i == num_layers - 1 else "sparse" for i in range(num_layers)]
 
@@ -145,6 +151,11 @@ class HySparseConfig(PreTrainedConfig):
         self._check_switches()
 
     def _check_heads(self) -> None:
+        if min(self.num_attention_heads, self.num_key_value_heads) < 1:
+            raise ValueError(
+                f"`num_attention_heads` and `num_key_value_heads` must be at least 1, got {self.num_attention_heads} "
+                f"and {self.num_key_value_heads}; give both, or leave the second out for one KV head per head."
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` must be a multiple of `num_key_value_heads`, got {self.num_attention_heads} "
@@ -158,6 +169,8 @@ class HySparseConfig(PreTrainedConfig):
 
     def _check_plan(self) -> None:
         plan = self.layer_plan
+        if not plan:
+            raise ValueError(f"`num_hidden_layers` must be at least 1, got {self.num_hidden_layers}; use 1 or more.")
         unknown = sorted(set(plan) - set(LAYER_KINDS))
         if unknown:
             raise ValueError(f"`layer_plan` entries must be among {LAYER_KINDS}, got {unknown}; correct them.")

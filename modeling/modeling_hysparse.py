@@ -370,15 +370,22 @@ class HySparseModel(HySparsePreTrainedModel):
         self, states: torch.Tensor, attention_mask, position_ids, cu_seqlens, cache: HySparseCache | None
     ) -> TokenLayout:
         """Where the new tokens stand; raises `ValueError` for masks and packing that cannot be what was meant."""
-        q_len, device = states.shape[1], states.device
+        (batch, q_len), device = states.shape[:2], states.device
         past = cache.get_seq_length() if cache is not None else 0
         if isinstance(attention_mask, torch.Tensor):
-            length = attention_mask.shape[-1]
-            if attention_mask.dim() not in (2, 4) or length != past + q_len:
+            rows, length = attention_mask.shape[0], attention_mask.shape[-1]
+            is_one_for_all = attention_mask.dim() == 4 and rows == 1
+            fits = length == past + q_len and (rows == batch or is_one_for_all)
+            if attention_mask.dim() not in (2, 4) or not fits:
                 raise ValueError(
-                    f"`attention_mask` must be (batch, {past + q_len}) or (batch, 1 or heads, {q_len}, "
+                    f"`attention_mask` must be ({batch}, {past + q_len}) or ({batch} or 1, 1 or heads, {q_len}, "
                     f"{past + q_len}): {past} cached and {q_len} new tokens; got {tuple(attention_mask.shape)}. "
                     "Pass the mask of all tokens, cached ones included."
+                )
+            if cu_seqlens is not None:
+                raise ValueError(
+                    "`attention_mask` and `cu_seq_lens_q` both say where rows begin, got both; leave out the mask: "
+                    "packed documents have no padding."
                 )
             if attention_mask.dim() == 2:
                 return layout_of_mask(attention_mask.to(device), q_len)

@@ -22,7 +22,7 @@ class Trace:
 
 
 def forward(model, input_ids: torch.Tensor) -> Trace:
-    """Run one row of ids `(1, length)` through a model of the default switches, in the dtype of its weights."""
+    """Run one row of ids `(1, length)` through a model, in the dtype of its weights."""
     config = model.config
     weights = dict(model.named_parameters())
     trace = Trace(logits=torch.empty(0))
@@ -31,7 +31,7 @@ def forward(model, input_ids: torch.Tensor) -> Trace:
     for layer, kind in enumerate(config.layer_plan):
         prefix = f"model.layers.{layer}."
         normed = _norm(states, weights[f"{prefix}input_layernorm.weight"], config.rms_norm_eps)
-        if kind == "full":
+        if kind == "full" or config.dense:
             attended, shared = _full_layer(config, weights, f"{prefix}self_attn.", normed, trace, layer)
         else:
             attended = _reading_layer(config, weights, f"{prefix}self_attn.", normed, kind, shared, trace, layer)
@@ -49,8 +49,16 @@ def forward(model, input_ids: torch.Tensor) -> Trace:
 
 def _full_layer(config, weights, prefix, normed, trace, layer):
     query, key, value = (_heads(config, weights, prefix, normed, name) for name in "qkv")
-    query, key = (_turn(part, config.rope_for("full")) for part in (query, key))
-    output, _, indices, maps = naive.full_attention(
+    query, key = (_turn(part, config.rope_for(config.layer_plan[layer])) for part in (query, key))
+    output, _, indices, maps = _select(config, query, key, value)
+    output, maps = _gated(config, weights, prefix, "full", normed, output, maps)
+    trace.keys[layer], trace.values[layer], trace.indices[layer], trace.maps[layer] = key, value, indices, maps
+    return output, (key, value, indices)
+
+
+def _select(config, query, key, value):
+    """Full attention that chooses blocks as the configuration says."""
+    return naive.full_attention(
         query,
         key,
         value,
@@ -61,45 +69,80 @@ def _full_layer(config, weights, prefix, normed, trace, layer):
         forced_first_blocks=config.oracle_forced_first_blocks,
         forced_local_blocks=config.oracle_forced_local_blocks,
     )
-    output, maps = _gated(config, weights, prefix, "full", normed, output, maps)
-    trace.keys[layer], trace.values[layer], trace.indices[layer], trace.maps[layer] = key, value, indices, maps
-    return output, (key, value, indices)
 
 
 def _reading_layer(config, weights, prefix, normed, kind, shared, trace, layer):
     """A sparse layer (global and local branch) or a window layer (local branch alone)."""
-    query, key, value = (_heads(config, weights, prefix, normed, name) for name in "qkv")
-    local = naive.sliding_window_attention(
-        _turn(query, config.rope_for(kind)),
-        _turn(key, config.rope_for(kind)),
-        value,
-        window=config.sliding_window,
-        sink=weights.get(f"{prefix}sink_local"),
-    )
-    branches = {"local": local}
-    if kind == "sparse":
-        shared_key, shared_value, indices = shared
-        branches["global"] = naive.block_sparse_attention(
-            _turn(query, config.rope_for("full")),
-            shared_key,
-            shared_value,
-            indices,
-            block_size=config.oracle_block_size,
-            sink=weights.get(f"{prefix}sink_global"),
-        )
+    query = _heads(config, weights, prefix, normed, "q")
+    own = None
+    if f"{prefix}k_proj.weight" in weights:
+        key, value = (_heads(config, weights, prefix, normed, name) for name in "kv")
+        own = (_turn(query, config.rope_for(kind)), _turn(key, config.rope_for(kind)), value)
+        trace.keys[layer], trace.values[layer] = key, value
+    sinks = {name: weights.get(f"{prefix}sink_{name}") for name in ("global", "local")}
+    if kind == "window":
+        branches = {"local": naive.sliding_window_attention(*own, window=config.sliding_window, sink=sinks["local"])}
+    else:
+        history = own
+        if config.share_full_kv:
+            history = (_turn(query, config.rope_for("full")), *shared[:2])
+        indices = shared[2] if config.share_oracle else _select(config, *history)[2]
+        branches = _sparse_branches(config, own, history, indices, sinks)
     parts = [
         _gated(config, weights, prefix, name, normed, output, maps) for name, (output, _, maps) in branches.items()
     ]
-    trace.keys[layer], trace.values[layer] = key, value
     trace.maps[layer] = sum(maps for _, maps in parts)
     return sum(output for output, _ in parts)
+
+
+def _sparse_branches(config, own, history, indices, sinks):
+    """Output, log-sum-exp and map of each branch, for every `window_branch`."""
+    window, block_size = config.sliding_window, config.oracle_block_size
+    if config.window_branch == "merged_own" and config.share_full_kv:
+        return {"global": _one_softmax(history, own, indices, block_size, window, sinks["global"])}
+    merged = window if config.window_branch.startswith("merged") else 0
+    branches = {
+        "global": naive.block_sparse_attention(
+            *history, indices, block_size=block_size, window=merged, sink=sinks["global"]
+        )
+    }
+    if config.window_branch in ("own", "shared_kv"):
+        local = own if config.window_branch == "own" else history
+        branches["local"] = naive.sliding_window_attention(*local, window=window, sink=sinks["local"])
+    return branches
+
+
+def _one_softmax(history, own, indices, block_size, window, sink):
+    """One softmax over the selected shared keys and the layer's own window, each with its own query."""
+    (shared_query, shared_key, shared_value), (query, key, value) = history, own
+    _, heads, length, dim = query.shape
+    group = heads // key.shape[1]
+    outputs, maps = [], query.new_zeros(1, heads, length, length)
+    for head in range(heads):
+        for position in range(length):
+            listed = set(indices[0, head // group, position].tolist())
+            chosen = [column for column in range(position + 1) if column // block_size in listed]
+            near = list(range(max(0, position - window + 1), position + 1))
+            logits = [
+                shared_key[0, head // group, chosen] @ shared_query[0, head, position],
+                key[0, head // group, near] @ query[0, head, position],
+            ]
+            everything = torch.cat(logits) * dim**-0.5
+            if sink is not None:
+                everything = torch.cat([everything, sink[head, None]])
+            shares = torch.softmax(everything, 0)[: len(chosen) + len(near)].split([len(chosen), len(near)])
+            states = (shared_value[0, head // group, chosen], value[0, head // group, near])
+            outputs.append(shares[0] @ states[0] + shares[1] @ states[1])
+            maps[0, head, position, chosen] += shares[0].detach()
+            maps[0, head, position, near] += shares[1].detach()
+    return torch.stack(outputs).view(1, heads, length, -1), None, maps
 
 
 def _gated(config, weights, prefix, branch, normed, output, maps):
     """A branch's output as `(batch, length, heads * v_head_dim)` and its map, both times its gate if it has one."""
     output = output.transpose(1, 2)
     weight = weights.get(f"{prefix}gate_{branch}_proj.weight")
-    if weight is not None:
+    if weight is not None and not config.dense:
         gate = torch.sigmoid(functional.linear(normed, weight, weights[f"{prefix}gate_{branch}_proj.bias"]))
         gate = gate.unflatten(-1, (config.num_attention_heads, -1))
         output, maps = output * gate, maps * gate.mean(-1).transpose(1, 2)[..., None]

@@ -119,6 +119,9 @@ class TestDefaults:
 
 REFUSED = {
     "heads": ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_key_value_heads"),
+    "no-kv-heads": ({"num_key_value_heads": 0}, "num_key_value_heads"),
+    "no-layers": ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    "negative-ratio": ({"sparse_layers_per_full": -1}, "sparse_layers_per_full"),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout"),
     "kind": ({"layer_plan": ["full", "dense", "sparse", "full"]}, "layer_plan"),
     "plan-length": ({"layer_plan": ["full", "sparse"]}, "layer_plan"),

@@ -14,19 +14,16 @@ from hysparse_hf.modeling.compat_transformers import cache_of
 
 ROW = draw_ids(1, 40)
 
-# The settings that `naive_model` knows.
-IN_LOOPS = ["default", "headwise_full_gate", "window_layers", "sum_mean_forced", "wide_values"]
-
 
 class TestAgainstLoops:
-    @pytest.mark.parametrize("switches", IN_LOOPS)
+    @pytest.mark.parametrize("switches", SWITCHES)
     def test_logits(self, switches):
         model = tiny_model(torch.float64, **SWITCHES[switches])
         with torch.no_grad():
             expected = naive_model.forward(model, ROW).logits
             assert_same_logits(model(ROW, use_cache=False).logits, expected)
 
-    @pytest.mark.parametrize("switches", IN_LOOPS)
+    @pytest.mark.parametrize("switches", SWITCHES)
     def test_selected_indices_and_maps(self, switches):
         model = tiny_model(torch.float64, **SWITCHES[switches])
         with torch.no_grad():
@@ -221,6 +218,29 @@ class TestCacheArgument:
         cache = cache_of(model(ROW, use_cache=True))
         with pytest.raises(ValueError, match="two names of one argument"):
             model(ROW, cache=cache, past_key_values=cache)
+
+
+class TestContradictions:
+    """Inputs that cannot be what was meant are refused before a wrong result is computed."""
+
+    @pytest.mark.parametrize("shape", [(1, 40), (3, 40), (2, 39), (40,), (2, 40, 40), (3, 1, 40, 40)], ids=str)
+    def test_mask_of_another_shape(self, shape):
+        with pytest.raises(ValueError, match=r"`attention_mask` must be \(2, 40\)"):
+            tiny_model()(draw_ids(2, 40), attention_mask=torch.ones(shape), use_cache=False)
+
+    def test_one_4d_mask_serves_all_rows(self):
+        model, ids = tiny_model(), draw_ids(2, 40)
+        mask = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+        assert_same_logits(model(ids, attention_mask=mask, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+    def test_mask_and_document_borders(self):
+        with pytest.raises(ValueError, match="both say where rows begin"):
+            tiny_model()(ROW, attention_mask=torch.ones_like(ROW), cu_seq_lens_q=torch.tensor([0, 20, 40]))
+
+    @pytest.mark.parametrize("given", [{}, {"input_ids": ROW, "inputs_embeds": torch.zeros(1, 40, 64)}], ids=len)
+    def test_ids_and_embeddings(self, given):
+        with pytest.raises(ValueError, match="exactly one of `input_ids` and `inputs_embeds`"):
+            tiny_model()(**given)
 
 
 class HostReads(TorchDispatchMode):

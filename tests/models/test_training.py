@@ -60,7 +60,10 @@ class TestLoss:
 
 
 class TestGradients:
-    @pytest.mark.parametrize("switches", ["default", "headwise_full_gate", "window_layers", "wide_values"])
+    @pytest.mark.parametrize(
+        "switches",
+        ["default", "headwise_full_gate", "window_layers", "wide_values", "merged_own", "own_oracle", "shared_window"],
+    )
     def test_equal_those_of_the_loops(self, switches):
         model = tiny_model(torch.float64, **SWITCHES[switches])
         labels = ROW
