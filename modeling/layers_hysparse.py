@@ -64,13 +64,15 @@ class HySparseRotaryEmbedding(nn.Module):
             init.copy_(self.long_inv_freq, self.frequencies(long=True)[0])
 
     def _current(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Inverse frequencies `(rotary_dim / 2,)`; where they follow the length `(batch or 1, 1, rotary_dim / 2)`."""
+        if self.rope_type not in ("dynamic", "longrope"):
+            return self.inv_freq
+        # The length is each row's own: batched with a longer row, a row gives what it gives alone.
+        last = position_ids.amax(-1, keepdim=True)
         if self.rope_type == "longrope":
             original = self.config.rope_parameters["original_max_position_embeddings"]
-            return torch.where(position_ids.max() >= original, self.long_inv_freq, self.inv_freq)
-        if self.rope_type == "dynamic":
-            length = position_ids.max() + 1
-            return ROPE_INIT_FUNCTIONS["dynamic"](self.config, device=position_ids.device, seq_len=length)[0]
-        return self.inv_freq
+            return torch.where(last >= original, self.long_inv_freq, self.inv_freq)[:, None]
+        return ROPE_INIT_FUNCTIONS["dynamic"](self.config, device=position_ids.device, seq_len=last + 1)[0][:, None]
 
     @torch.no_grad()
     def forward(self, states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import naive_model
 import pytest
 import torch
 import transformers
-from models.tiny import assert_same_logits
+from models.tiny import assert_same_logits, padded_mask, spread
 
 from hysparse_hf import HySparseConfig, HySparseForCausalLM
 
@@ -311,6 +311,19 @@ class TestDenseEqualsTheLibrary:
         before = model(ids(20), use_cache=False).logits
         model(ids(100), use_cache=False)
         assert torch.equal(model(ids(20), use_cache=False).logits, before)
+
+    @pytest.mark.parametrize("rope", ROPES)
+    @pytest.mark.parametrize("padding", ["left", "right"])
+    def test_a_row_beside_a_longer_one_gives_what_it_gives_alone(self, rope, padding):
+        # The longer row passes the lengths at which frequencies change; the shorter one does not.
+        model = HySparseForCausalLM(HySparseConfig(**small(rope_parameters=ROPES[rope]))).eval().double()
+        mask = padded_mask(padding, [20, 90], 90)
+        rows = [ids(length, 1)[0] for length in (20, 90)]
+        with torch.no_grad():
+            together = model(spread(rows, mask), attention_mask=mask, use_cache=False).logits
+            for row, tokens in enumerate(rows):
+                alone = model(tokens[None], use_cache=False).logits[0]
+                assert_same_logits(together[row][mask[row].bool()], alone)
 
     def test_llama_with_explicit_head_dim_C02(self):
         source = library_model(transformers.LlamaConfig, transformers.LlamaForCausalLM, head_dim=40)
