@@ -1,0 +1,223 @@
+"""The closed-form sinks: what they recover, what they improve, and the streaming pass that they come from."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from hysparse_hf import HySparseForCausalLM, convert
+from hysparse_hf.conversion.calibration import calibration_for
+from hysparse_hf.conversion.fit import (
+    GRID_ABOVE,
+    GRID_BELOW,
+    GRID_POINTS,
+    HeadSums,
+    TeacherPass,
+    fit_local_sink,
+    initial_value,
+    sink_for_share,
+)
+from hysparse_hf.conversion.job import Job, Options
+from hysparse_hf.conversion.source import open_source
+
+
+SETTINGS = {"budget": 16, "block_size": 8, "window": 12}
+
+
+def naive(**changes):
+    options = {"ratio": "1:3", "plan": None, "gates": (0.05, 0.95), "gate_granularity": "headwise", "init": "naive"}
+    return Options(**(options | SETTINGS | {"dtype": None} | changes))
+
+
+def calibration_ids(windows=4, length=64, seed=2):
+    return torch.randint(3, 97, (windows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("planted", [-3.0, 0.0, 4.5])
+def test_planted_sink_is_recovered(planted):
+    """Dense outputs made from a window with a known sink give that sink back, to half a grid step."""
+    generator = torch.Generator().manual_seed(0)
+    local = torch.randn(1, 3, 400, 8, generator=generator)
+    lse = 2 + torch.randn(1, 3, 400, generator=generator)
+    dense = torch.sigmoid(lse - planted)[..., None] * local
+    sink, share, without, with_sink = fit_local_sink(HeadSums.of(dense, local, lse, skip=16))
+    step = (GRID_ABOVE - GRID_BELOW) / (GRID_POINTS - 1)
+    assert (sink - planted).abs().max() <= step / 2 + 1e-5
+    assert with_sink < 0.1 * without
+    assert share == pytest.approx(torch.sigmoid(lse[..., 16:] - planted).mean().item(), abs=0.03)
+
+
+def test_window_that_is_right_already_gets_a_sink_without_weight():
+    local, lse = torch.randn(1, 2, 300, 8), torch.randn(1, 2, 300)
+    sink, share, without, _ = fit_local_sink(HeadSums.of(local, local, lse, skip=0))
+    assert without == 0
+    assert share > 0.99
+    assert torch.allclose(sink, lse[0].median(dim=1).values + GRID_BELOW)
+
+
+def test_positions_inside_the_first_window_do_not_count():
+    local, lse = torch.randn(1, 2, 300, 8), torch.randn(1, 2, 300)
+    dense = 0.5 * local
+    spoiled = dense.clone()
+    spoiled[:, :, :50] = 1e3
+    expected, got = (fit_local_sink(HeadSums.of(y, local, lse, skip=50))[0] for y in (dense, spoiled))
+    assert torch.equal(expected, got)
+
+
+def test_global_sink_takes_its_share_at_the_median():
+    lse = torch.randn(3, 101) + 5
+    sink = sink_for_share(lse, 0.1)
+    assert torch.allclose(torch.sigmoid(sink - lse.median(dim=1).values), torch.full((3,), 0.1))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_streaming_pass_is_the_teacher(make_source, family):
+    source, model = make_source(family, attention_bias=True)
+    job = Job(open_source(source), naive())
+    ids = calibration_ids()
+    teacher = TeacherPass(job.config, job.mapped, tuple(ids))
+    teacher.run()
+    expected = model(ids, output_hidden_states=True).hidden_states[-1]
+    final = model.model.norm(torch.cat(teacher.states))
+    assert (final - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_fit_of_a_model_is_that_of_its_own_operations(make_source):
+    """The sink of a layer from the streaming pass against one computed from the source's own projections."""
+    from hysparse_hf.conversion.fit import HeadSums, fit_local_sink
+    from hysparse_hf.modeling.attention_hysparse import sliding_window_attention
+
+    source, model = make_source()
+    job = Job(open_source(source), naive())
+    ids = calibration_ids(windows=1)
+    fits = TeacherPass(job.config, job.mapped, tuple(ids)).run()
+    assert sorted(fits) == [1, 2, 3]
+    caught = {}
+    attention = model.model.layers[2].self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(attention, name).register_forward_hook(
+            lambda module, inputs, output, name=name: caught.update({name: output.unflatten(-1, (-1, 24))})
+        )
+    attention.o_proj.register_forward_pre_hook(lambda module, inputs: caught.update(dense=inputs[0]))
+    model(ids)
+    query, key, value = (caught[name].transpose(1, 2) for name in ("q_proj", "k_proj", "v_proj"))
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    cos, sin = model.model.rotary_emb(query, torch.arange(64)[None])
+    query, key = apply_rotary_pos_emb(query, key, cos, sin)
+    local, lse = sliding_window_attention(query, key, value, window=12, return_lse=True)
+    dense = caught["dense"].unflatten(-1, (4, 24)).transpose(1, 2)
+    expected = fit_local_sink(HeadSums.of(dense, local, lse, skip=12))[0]
+    assert torch.allclose(fits[2].sink_local, expected, atol=1e-4)
+
+
+def test_fitted_sinks_beat_none_on_other_text(make_source, tmp_path):
+    """Distance of the sparse model's logits from the source's, on tokens that were not fitted on."""
+    source, model = make_source()
+    ids = calibration_ids(seed=9)
+    distance = {}
+    for init in ("fitted", "naive"):
+        record = convert(source, tmp_path / init, init=init, calibrate=calibration_ids(), **SETTINGS)
+        student = HySparseForCausalLM.from_pretrained(tmp_path / init)
+        if init == "naive":
+            # The comparison is with a window without sinks, not with a sink of 0.
+            with torch.no_grad():
+                for name, parameter in student.named_parameters():
+                    if "sink" in name:
+                        parameter.fill_(-math.inf)
+        else:
+            fit = record["fit"]
+            assert all(layer["error_with"] < layer["error_without"] for layer in fit.values())
+            assert sorted(fit) == ["1", "2", "3"]
+        distance[init] = (student(ids).logits - model(ids).logits)[:, 12:].square().mean().sqrt().item()
+    assert distance["fitted"] < distance["naive"], distance
+
+
+@pytest.mark.parametrize("granularity", ["elementwise", "headwise"])
+def test_gates_start_constant_at_what_was_asked(make_source, convert_naive, granularity):
+    source, _ = make_source()
+    out = convert_naive(source, gates=(0.1, 0.8), gate_granularity=granularity)
+    attention = HySparseForCausalLM.from_pretrained(out).model.layers[1].self_attn
+    for branch, opening in (("global", 0.1), ("local", 0.8)):
+        gate = getattr(attention, f"gate_{branch}_proj")
+        assert not gate.weight.any()
+        assert torch.allclose(torch.sigmoid(gate.bias), torch.tensor(opening))
+
+
+def test_naive_sinks_are_zero():
+    assert not initial_value("sink_local", (3,), (0.05, 0.95), None).any()
+
+
+def test_calibration_tensor_is_recorded_by_hash(make_source, tmp_path):
+    source, _ = make_source()
+    records = [
+        convert(source, tmp_path / str(seed), calibrate=calibration_ids(seed=seed), **SETTINGS)["calibration"]
+        for seed in (0, 1)
+    ]
+    assert records[0]["kind"] == "tokens"
+    assert records[0]["tokens"] == 256
+    assert records[0]["tokens_sha256"] != records[1]["tokens_sha256"]
+
+
+def test_without_text_the_source_samples_its_own_and_says_so(make_source, tmp_path, caplog):
+    source, _ = make_source(max_position_embeddings=30, num_hidden_layers=2)
+    with caplog.at_level("WARNING", logger="hysparse_hf.conversion.calibration"):
+        record = convert(source, tmp_path / "out", **SETTINGS)
+        again = convert(source, tmp_path / "again", **SETTINGS)
+    assert "--calibrate FILE" in caplog.text
+    assert record["calibration"]["kind"] == "sampled from the source"
+    assert record["calibration"]["tokens"] == 8 * 30
+    assert record == again
+
+
+@pytest.fixture
+def source_with_tokenizer(make_source):
+    """A source whose tokenizer knows 90 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    source, _ = make_source()
+    words = {"<unk>": 0} | {f"w{i}": i for i in range(1, 90)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(source)
+    return source
+
+
+def test_calibration_files_are_read_and_recorded(source_with_tokenizer, tmp_path):
+    files = []
+    for number in (1, 2):
+        files.append(tmp_path / f"text{number}.txt")
+        files[-1].write_text("\n".join(f"w{(i * 7 + number) % 89 + 1} w{i % 89 + 1}" for i in range(800)))
+    options = {"calibration_tokens": 192, "calibration_length": 48}
+    record = convert(source_with_tokenizer, tmp_path / "out", calibrate=files, **options, **SETTINGS)["calibration"]
+    assert [file["name"] for file in record["files"]] == ["text1.txt", "text2.txt"]
+    assert (record["windows"], record["tokens"]) == (4, 192)
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert str(tmp_path) not in json.dumps(record)
+
+
+def test_text_shorter_than_the_window_is_refused(source_with_tokenizer, tmp_path):
+    (tmp_path / "short.txt").write_text("w1 w2 w3")
+    with pytest.raises(ValueError, match=r"longer than `window` \(12 tokens\), got 3"):
+        convert(source_with_tokenizer, tmp_path / "out", calibrate=tmp_path / "short.txt", **SETTINGS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_need_a_tokenizer(make_source, tmp_path):
+    source, _ = make_source()
+    (tmp_path / "text.txt").write_text("words " * 100)
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        calibration_for(open_source(source), [tmp_path / "text.txt"], tokens=64, length=64, window=12)
+
+
+def test_plan_without_sparse_layers_needs_no_text(make_source, tmp_path):
+    source, model = make_source()
+    record = convert(source, tmp_path / "out", ratio="1:0", **SETTINGS)
+    assert record["calibration"] is None
+    assert record["plan"] == ["full"] * 5
+    ids = calibration_ids()
+    expected = model(ids).logits
+    difference = HySparseForCausalLM.from_pretrained(tmp_path / "out")(ids).logits - expected
+    assert difference.abs().max() < 1e-5 * expected.abs().max()
