@@ -162,7 +162,7 @@ def test_calibration_tensor_is_recorded_by_hash(make_source, tmp_path):
 
 
 def test_without_text_the_source_samples_its_own_and_says_so(make_source, tmp_path, caplog):
-    source, _ = make_source(max_position_embeddings=30, num_hidden_layers=2)
+    source, _ = make_source(max_position_embeddings=30, num_hidden_layers=3)
     with caplog.at_level("WARNING", logger="hysparse_hf.conversion.calibration"):
         record = convert(source, tmp_path / "out", **SETTINGS)
         again = convert(source, tmp_path / "again", **SETTINGS)

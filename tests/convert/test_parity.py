@@ -46,7 +46,7 @@ VARIATIONS = {
     "llama-longrope": ("Llama", {"rope_parameters": LONGROPE}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "H18-mistral-window-past-the-context": ("Mistral", {"sliding_window": 4096}),
-    "qwen2": ("Qwen2", {}),
+    "H04-qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {}),
     "H05-qwen3-norms-and-biases": ("Qwen3", {"attention_bias": True}),
