@@ -1,60 +1,87 @@
-"""How many bytes a cache takes: predicted from a configuration, and measured on a cache.
+"""Bytes of a key and value cache: predicted from a configuration, and measured on a cache.
 
-Objects are read by their attributes, never by class: a checkpoint's own copy of the code has classes of its own.
+Both read attributes only; a checkpoint's own copy of the code has other classes than the installed package.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from hysparse_hf.modeling.cache_hysparse import PAGE, WINDOW_SLACK, capacity_for
+
 
 def predict_cache_bytes(
-    config: Any, batch_size: int, length: int, dtype: torch.dtype, slack: int | None = None
+    config: Any, batch_size: int, length: int, dtype: torch.dtype | str, slack: int | None = None
 ) -> dict[str, int]:
-    """Bytes of keys and values that a model of this configuration caches.
+    """Bytes that a `HySparseCache` holds for `batch_size` rows of `length` tokens.
 
     Args:
-        config (`HySparseConfig`): the configuration.
+        config (`HySparseConfig`): a configuration with a `cache_plan`; its class does not matter.
         batch_size (`int`): rows.
-        length (`int`): tokens per row.
-        dtype (`torch.dtype`): of the cached states.
+        length (`int`): tokens per row, padding included.
+        dtype (`torch.dtype` or `str`): of keys and values; `torch.float8_e4m3fn` stands for one byte per element.
         slack (`int`, *optional*): tokens that window layers keep beyond the window; default: the cache's own.
     Returns:
-        `dict[str, int]`: `full`, `window` and their sum `used`; and `allocated`, what the cache reserves when it grows
-        to this length one token at a time or at once: rounded up to pages, with room for a quarter more.
+        `dict[str, int]`: `full` and `window`: bytes in use by layers of that kind; `used`: their sum, exactly
+        `batch * kv_heads * (head_dim + v_head_dim) * bytes * (full layers * n + window layers * min(n, window +
+        slack))`; `allocated`: the same with room to grow, an upper bound of what `measure_cache_bytes` finds.
     Raises:
-        ValueError: a negative length or batch size.
+        ValueError: a configuration without a `cache_plan`, or a negative size.
+    Source: HySparse (arXiv:2602.03560), section 3.3.
     """
-    from hysparse_hf.modeling.cache_hysparse import PAGE, WINDOW_SLACK, capacity_for
-
-    for name, value in (("batch_size", batch_size), ("length", length)):
-        if value < 0:
-            raise ValueError(f"`{name}` must be at least 0, got {value}.")
-    kept = config.sliding_window + (WINDOW_SLACK if slack is None else slack)
-    per_token = batch_size * config.num_key_value_heads * (config.head_dim + config.v_head_dim) * dtype.itemsize
-    plan = config.cache_plan
-    full = per_token * plan.count("full") * length
-    window = per_token * plan.count("window") * min(length, kept)
-    reserved = plan.count("full") * capacity_for(length) + plan.count("window") * (kept + PAGE)
-    return {"full": full, "window": window, "used": full + window, "allocated": per_token * reserved}
+    plan = getattr(config, "cache_plan", None)
+    if plan is None:
+        raise ValueError(
+            f"`config` must have a `cache_plan`, got model_type {getattr(config, 'model_type', None)!r}; pass a "
+            "HySparseConfig (with `dense=True` for a model that keeps every layer's keys and values)."
+        )
+    slack = WINDOW_SLACK if slack is None else slack
+    if batch_size < 0 or length < 0 or slack < 0:
+        raise ValueError(
+            f"`batch_size`, `length` and `slack` must be at least 0, got {batch_size}, {length} and {slack}."
+        )
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    token_bytes = batch_size * config.num_key_value_heads * (config.head_dim + config.v_head_dim) * dtype.itemsize
+    kept = config.sliding_window + slack
+    full, window = (plan.count(kind) * token_bytes for kind in ("full", "window"))
+    parts = {"full": full * length, "window": window * min(length, kept)}
+    room = full * capacity_for(length) + window * (kept + PAGE) if length else 0
+    return {**parts, "used": sum(parts.values()), "allocated": room}
 
 
 def measure_cache_bytes(cache: Any) -> dict[str, int]:
-    """Bytes that a cache holds.
+    """Bytes that a cache holds now.
 
     Args:
-        cache (`HySparseCache`): any cache whose `layers` have `keys` and `values`.
+        cache (`HySparseCache`): or another cache whose `layers` have `keys` and `values`.
     Returns:
-        `dict[str, int]`: `full`, `window` and their sum `used` count the stored states; `allocated` counts each
-        storage behind them once, spare room included.
+        `dict[str, int]`: `full` and `window`: bytes of the keys and values in use by layers of that kind; `used`:
+        their sum; `allocated`: every storage that the cache holds on to, counted once, spare room included.
     """
     parts = {"full": 0, "window": 0}
-    storages: dict[int, int] = {}
+    storages: dict[tuple[torch.device, int], int] = {}
     for layer in cache.layers:
-        for states in (layer.keys, layer.values):
-            if states is None:
-                continue
-            parts["window" if layer.is_sliding else "full"] += states.numel() * states.element_size()
-            storage = states.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+        kind = "window" if layer.is_sliding else "full"
+        parts[kind] += sum(states.numel() * states.element_size() for states in _tensors((layer.keys, layer.values)))
+        for tensor in _tensors(vars(layer)):
+            storages[_storage_id(tensor)] = tensor.untyped_storage().nbytes()
+    others = {name: value for name, value in vars(cache).items() if name != "layers"}
+    for tensor in _tensors(others):
+        storages[_storage_id(tensor)] = tensor.untyped_storage().nbytes()
     return {**parts, "used": sum(parts.values()), "allocated": sum(storages.values())}
+
+
+def _storage_id(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Every tensor in a value, also in tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)

@@ -62,6 +62,20 @@ class GrowingLayer(DynamicLayer):
     def _show(self, length: int) -> None:
         self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
 
+    def __getstate__(self) -> dict:
+        """For pickle and copy: what is shown is left out, since it is a view that would be stored in full again."""
+        state = dict(self.__dict__)
+        if self._buffers is not None:
+            state["keys"] = state["values"] = None
+            state["shown"] = self.keys.shape[2]
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        shown = state.pop("shown", None)
+        self.__dict__.update(state)
+        if shown is not None:
+            self._show(shown)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
@@ -140,7 +154,7 @@ class WindowLayer(GrowingLayer):
             self.lazy_initialization(key_states, value_states)
         _check_batch(self.keys, key_states)
         q_len = key_states.shape[2]
-        self._apply_removal(layout)
+        self._align(layout)
         stored = self.keys.shape[2]
         seen = min(stored, self.sliding_window - 1)
         total = stored + q_len
@@ -187,14 +201,25 @@ class WindowLayer(GrowingLayer):
         stop = self._offset + length
         self.keys, self.values = (buffer[:, :, self._offset : stop] for buffer in self._buffers)
 
-    def _apply_removal(self, layout: TokenLayout | None) -> None:
-        """Move each padded row's newest remaining token back to the last column after a `crop`."""
-        if not self._removed:
+    def _align(self, layout: TokenLayout | None) -> None:
+        """Bring each row's newest visible token to the last column: after `crop`, or when the mask now hides some."""
+        if layout is None or layout.past_counts is None or not self.keys.shape[2]:
             return
-        moved = self._stored_counts - layout.past_counts
+        moved = self._moved(layout.past_counts)
         columns = (torch.arange(self._removed, self.keys.shape[2], device=moved.device) - moved[:, None]).clamp(min=0)
         self.keys, self.values = _columns(self.keys, columns), _columns(self.values, columns)
         self._buffers, self._removed = None, 0
+
+    def _moved(self, past_counts: torch.Tensor) -> torch.Tensor:
+        """How many of the newest stored tokens of each row are not among its `past_counts` visible ones."""
+        stored = self.cumulative_length if self._stored_counts is None else self._stored_counts.to(past_counts.device)
+        return stored - past_counts
+
+    def lacks_tokens(self, past_counts: torch.Tensor) -> torch.Tensor:
+        """Rows, bool `(batch,)`, whose window of `past_counts` tokens is no longer, or never was, stored."""
+        moved = self._moved(past_counts)
+        left = self.keys.shape[2] - moved
+        return (moved < 0) | (left < past_counts.clamp(max=self.sliding_window - 1))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         seen = min(self.cumulative_length, self.sliding_window - 1)
@@ -220,7 +245,10 @@ class WindowLayer(GrowingLayer):
             )
         self.cumulative_length = length
         if self._stored_counts is not None:
+            # How far each row moves is known with the next mask; a row that moves by all needs the most columns.
             self._removed -= tokens_to_remove
+            first = max(0, self.keys.shape[2] - self.kept - self._removed)
+            self.keys, self.values = self.keys[:, :, first:], self.values[:, :, first:]
         else:
             last = self.keys.shape[2] + tokens_to_remove
             first = max(0, last - self.kept)
@@ -306,6 +334,18 @@ class HySparseCache(DynamicCache):
             past_counts=counts,
             new_counts=torch.full_like(counts, q_len),
         )
+
+    def check_rows(self, layout: TokenLayout) -> None:
+        """Raise `ValueError` where a mask hides more cached tokens than windows can undo. Reads the data."""
+        window = next((layer for layer in self.layers if layer.is_sliding and layer.is_initialized), None)
+        if window is None or layout.past_counts is None or torch.compiler.is_compiling():
+            return
+        if bool(window.lacks_tokens(layout.past_counts).any()):
+            raise ValueError(
+                "`attention_mask` must show the cached tokens as it did when they were cached, but for up to "
+                f"{window.kept - window.sliding_window} at the end of a row; got one that shows fewer, or more; start "
+                "with a new cache, or keep the mask as it was."
+            )
 
     def record_rows(self, layout: TokenLayout) -> None:
         """Remember how many tokens each row has after a forward with this layout."""

@@ -389,6 +389,11 @@ class HySparseModel(HySparsePreTrainedModel):
                 )
             if attention_mask.dim() == 2:
                 return layout_of_mask(attention_mask.to(device), q_len)
+            if cache is not None and cache.row_counts is not None:
+                raise ValueError(
+                    f"a 4-D `attention_mask` counts slots, but the `{CACHE_ARGUMENT}` holds rows that came with a "
+                    "(batch, length) mask and are stored without their padding; keep to one kind of mask per cache."
+                )
             return layout_of_length(past, q_len, device, Rows(visibility=_visibility(attention_mask.to(device))))
         packed = packed_rows(position_ids, cu_seqlens, q_len)
         if packed is None:
@@ -449,6 +454,9 @@ class HySparseModel(HySparsePreTrainedModel):
                 cache = HySparseCache(self.config)
 
         layout = self._layout(inputs_embeds, attention_mask, position_ids, cu_seqlens, cache)
+        if cache is not None and layout.past and inputs_embeds.shape[1] > 1:
+            # Decoding only adds to the mask, and is spared the look at it.
+            cache.check_rows(layout)
         rotations = self._rotations(inputs_embeds, layout.positions if position_ids is None else position_ids)
         hidden_states = inputs_embeds
         shared: tuple[torch.Tensor | None, ...] = (None, None, None)
