@@ -1,0 +1,558 @@
+"""`generate()` gives what full forwards without a cache give."""
+
+import ast
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from models.tiny import (
+    CACHE_NAMES,
+    SWITCHES,
+    assert_same_logits,
+    changed_layer_output,
+    default_sizes,
+    draw_ids,
+    logits_alone,
+    padded_mask,
+    recorded_forwards,
+    run_in_chunks,
+    spread,
+    tiny_config,
+    tiny_model,
+    uncached_greedy,
+)
+from transformers import DynamicCache
+
+import hysparse_hf.modeling.modeling_hysparse as modeling
+from hysparse_hf.modeling.cache_hysparse import HySparseCache
+from hysparse_hf.modeling.compat_transformers import CACHE_ARGUMENT, cache_of
+
+
+switches = pytest.mark.parametrize("switch", SWITCHES)
+cache_names = pytest.mark.parametrize("name", CACHE_NAMES)
+T1_LENGTHS = [1, 3, 4, 5, 6, 7, 9, 20]
+DEFAULT_LENGTHS = [1, 63, 64, 65, 127, 128, 129]
+
+
+def greedy(model, ids, new_tokens=12, attention_mask=None, **arguments):
+    if attention_mask is None and ids is not None:
+        # Without a mask `generate` would take a 0 that the model itself wrote for padding.
+        attention_mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=attention_mask, max_new_tokens=new_tokens, do_sample=False, **arguments)
+
+
+def check_against_uncached(model, length, batch=2, new_tokens=10):
+    """Token ids and the logits of every step, against full forwards on the growing sequence."""
+    ids = draw_ids(batch, length)
+    steps = []
+    handle = model.lm_head.register_forward_hook(lambda _, args, output: steps.append(output[:, -1]))
+    sequences = greedy(model, ids, new_tokens)
+    handle.remove()
+    assert torch.equal(sequences, uncached_greedy(model, ids, new_tokens))
+    with torch.no_grad():
+        logits = model(sequences[:, :-1], use_cache=False).logits[:, length - 1 :]
+        if logits.dtype == torch.float64:
+            assert_same_logits(torch.stack(steps, dim=1), logits)
+            return
+        # Weights this large amplify rounding; what the uncached run loses to it, the cached one may lose again.
+        exact = copy.deepcopy(model).double()(sequences[:, :-1], use_cache=False).logits[:, length - 1 :]
+    bound = 2 * (logits - exact).abs().max() + 1e-5 * exact.abs().max()
+    assert (torch.stack(steps, dim=1) - exact).abs().max() <= bound
+
+
+@switches
+def test_A31_greedy_equals_uncached(switch):
+    model = tiny_model(**SWITCHES[switch])
+    check_against_uncached(model, 24, new_tokens=20)
+    ids = draw_ids(1, 24)
+    assert torch.equal(greedy(model, ids, 20), greedy(model, ids, 20, use_cache=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("length", T1_LENGTHS)
+def test_prompt_lengths_around_block_and_window_of_T1(length, dtype):
+    check_against_uncached(tiny_model(dtype), length)
+
+
+@pytest.mark.parametrize("length", DEFAULT_LENGTHS)
+def test_prompt_lengths_around_the_default_block_and_window(length):
+    check_against_uncached(tiny_model(torch.float64, **default_sizes()), length, batch=1, new_tokens=6)
+
+
+def test_the_default_sizes_choose_among_blocks_at_the_longest_prompt():
+    model = tiny_model(**default_sizes())
+    output = model(draw_ids(1, 129 + 128), output_selected_indices=True)
+    assert {tuple(row) for row in output.selected_indices[0][0, :, -1].tolist()} != {(0, 1)}
+
+
+def test_A25_each_decode_step_receives_one_token():
+    model = tiny_model()
+    with recorded_forwards(model) as shapes:
+        greedy(model, draw_ids(2, 15), 8)
+    assert shapes == [(2, 15)] + [(2, 1)] * 7
+
+
+@cache_names
+def test_A25_both_cache_names_are_honoured_by_forward(name):
+    model = tiny_model()
+    ids = draw_ids(1, 20)
+    for decoder in (model, model.model):
+        cache = HySparseCache(model.config)
+        with torch.no_grad():
+            decoder(ids[:, :12], **{name: cache})
+            decoder(ids[:, 12:15], **{name: cache})
+        assert cache.get_seq_length() == 15
+    with torch.no_grad():
+        logits = model(ids[:, 15:], **{name: cache}).logits[0]
+    assert_same_logits(logits, logits_alone(model, ids[0])[15:])
+
+
+def test_A25_both_cache_names_at_once_are_an_error():
+    model = tiny_model()
+    one, two = HySparseCache(model.config), HySparseCache(model.config)
+    with pytest.raises(ValueError, match="two names of one argument"):
+        model(draw_ids(1, 3), cache=one, past_key_values=two)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sampling_equals_sampling_without_a_cache(seed):
+    model = tiny_model()
+    ids = draw_ids(2, 18)
+    outputs = []
+    for use_cache in (True, False):
+        torch.manual_seed(seed)
+        outputs.append(model.generate(ids, max_new_tokens=16, do_sample=True, top_k=20, use_cache=use_cache))
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], greedy(model, ids, 16))
+
+
+@switches
+def test_A15_left_padded_batch_equals_solo_runs(switch):
+    model = tiny_model(**SWITCHES[switch])
+    rows = [draw_ids(1, length, seed=length)[0] for length in (5, 15, 11)]
+    mask = padded_mask("left", (5, 15, 11), 15)
+    output = greedy(model, spread(rows, mask), 10, attention_mask=mask)
+    for row, tokens in enumerate(rows):
+        assert torch.equal(output[row, 15:], uncached_greedy(model, tokens[None], 10)[0, len(tokens) :])
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 30])
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+def test_chunked_prefill_equals_whole_prefill(padded, chunk):
+    model = tiny_model()
+    mask = padded_mask("left", (21, 30), 30) if padded else None
+    ids = draw_ids(2, 30) if mask is None else draw_ids(2, 30) * mask
+    with recorded_forwards(model) as shapes:
+        output = greedy(model, ids, 8, attention_mask=mask, prefill_chunk_size=chunk)
+    assert shapes[0] == (2, chunk)
+    assert torch.equal(output, uncached_greedy(model, ids, 8, mask))
+
+
+# Several turns
+
+
+@switches
+def test_multi_turn_with_a_kept_cache(switch):
+    model = tiny_model(**SWITCHES[switch])
+    ids, cache = draw_ids(2, 14), None
+    for turn in range(3):
+        arguments = {} if cache is None else {CACHE_ARGUMENT: cache}
+        result = greedy(model, ids, 7, return_dict_in_generate=True, **arguments)
+        cache = cache_of(result)
+        assert torch.equal(result.sequences, uncached_greedy(model, ids, 7))
+        assert cache.get_seq_length() == result.sequences.shape[1] - 1
+        ids = torch.cat([result.sequences, draw_ids(2, 5, seed=turn)], dim=1)
+
+
+def test_multi_turn_with_a_full_length_mask():
+    model = tiny_model()
+    mask = padded_mask("left", (8, 14), 14)
+    ids, cache = draw_ids(2, 14) * mask, None
+    for turn in range(3):
+        arguments = {} if cache is None else {CACHE_ARGUMENT: cache}
+        result = greedy(model, ids, 7, attention_mask=mask, return_dict_in_generate=True, **arguments)
+        cache = cache_of(result)
+        assert torch.equal(result.sequences, uncached_greedy(model, ids, 7, mask))
+        # The next turn is padded too, which leaves a hole in the middle of the mask.
+        hole = padded_mask("left", (3 + turn, 6), 6)
+        ids = torch.cat([result.sequences, draw_ids(2, 6, seed=turn) * hole], dim=1)
+        mask = torch.cat([mask, mask.new_ones(2, 7), hole], dim=1)
+
+
+@cache_names
+def test_generate_takes_the_cache_by_either_name(name):
+    model = tiny_model()
+    first = greedy(model, draw_ids(1, 10), 5, return_dict_in_generate=True)
+    ids = torch.cat([first.sequences, draw_ids(1, 4, seed=9)], dim=1)
+    with recorded_forwards(model) as shapes:
+        output = greedy(model, ids, 6, **{name: cache_of(first)})
+    assert shapes[0] == (1, 5)
+    assert torch.equal(output, uncached_greedy(model, ids, 6))
+
+
+@pytest.mark.parametrize("fork", [copy.deepcopy, HySparseCache.fork], ids=["deepcopy", "fork"])
+@switches
+def test_a_forked_cache_continues_in_two_ways(switch, fork):
+    model = tiny_model(**SWITCHES[switch])
+    ids = draw_ids(1, 22)
+    _, cache = run_in_chunks(model, ids, [20, 1, 1])
+    twin = fork(cache)
+    for seed, copied in ((1, cache), (2, twin)):
+        longer = torch.cat([ids, draw_ids(1, 4, seed=seed)], dim=1)
+        assert torch.equal(greedy(model, longer, 9, **{CACHE_ARGUMENT: copied}), uncached_greedy(model, longer, 9))
+
+
+@pytest.mark.parametrize("end", [2, 6])
+def test_multi_turn_after_one_row_ended_early(end):
+    """The filling behind an ended row is cached as tokens; the next turn's mask takes it out again."""
+    model = tiny_model()
+    ids = draw_ids(2, 14)
+    token = int(uncached_greedy(model, ids, end)[0, -1])
+    result = greedy(model, ids, 9, eos_token_id=token, return_dict_in_generate=True)
+    assert result.sequences.shape[1] == 23
+    mask = torch.ones_like(result.sequences)
+    mask[0, 14 + end :] = 0
+    longer = torch.cat([result.sequences, draw_ids(2, 5, seed=9)], dim=1)
+    mask = torch.cat([mask, mask.new_ones(2, 5)], dim=1)
+    output = greedy(model, longer, 7, attention_mask=mask, **{CACHE_ARGUMENT: cache_of(result)})
+    assert torch.equal(output, uncached_greedy(model, longer, 7, mask))
+
+
+# Other inputs and outputs
+
+
+def test_A19_inputs_embeds_equal_input_ids():
+    model = tiny_model()
+    ids = draw_ids(2, 17)
+    embed = model.get_input_embeddings()
+    result = greedy(model, None, 9, inputs_embeds=embed(ids), return_dict_in_generate=True)
+    new = uncached_greedy(model, ids, 9)
+    assert torch.equal(result.sequences, new[:, 17:])
+    # A second turn, again as states; the cache lacks the last token, which comes first.
+    longer = torch.cat([new, draw_ids(2, 4, seed=8)], dim=1)
+    with torch.no_grad():
+        output = model(inputs_embeds=embed(longer[:, 25:]), **{CACHE_ARGUMENT: cache_of(result)})
+    for row in range(2):
+        assert_same_logits(output.logits[row], logits_alone(model, longer[row])[25:])
+
+
+def test_A19_a_second_generate_from_states_and_a_kept_cache():
+    model = tiny_model()
+    ids = draw_ids(1, 17)
+    embed = model.get_input_embeddings()
+    first = greedy(model, ids, 6, return_dict_in_generate=True)
+    longer = torch.cat([first.sequences, draw_ids(1, 4, seed=8)], dim=1)
+    mask = torch.ones_like(longer)
+    kept = {CACHE_ARGUMENT: cache_of(first)}
+    second = greedy(model, None, 6, attention_mask=mask, inputs_embeds=embed(longer), **kept)
+    assert torch.equal(second, uncached_greedy(model, longer, 6)[:, longer.shape[1] :])
+
+
+def test_a_streamer_receives_prompt_and_tokens():
+    class Streamer:
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    model, streamer = tiny_model(), Streamer()
+    output = greedy(model, draw_ids(1, 12), 6, streamer=streamer)
+    assert streamer.tokens == output[0].tolist()
+    assert streamer.ended
+
+
+def test_an_early_end_of_one_row_leaves_the_others_alone():
+    model = tiny_model()
+    ids = draw_ids(3, 16)
+    plain = uncached_greedy(model, ids, 12)
+    end = int(plain[0, 19])
+    output = greedy(model, ids, 12, eos_token_id=end)
+    for row in range(3):
+        new = plain[row, 16:].tolist()
+        stop = new.index(end) + 1 if end in new else 12
+        expected = new[:stop] + [0] * (12 - stop)
+        assert output[row, 16:].tolist() == expected[: output.shape[1] - 16]
+
+
+# Other ways of decoding
+
+
+@switches
+def test_beams_equal_beams_without_a_cache(switch):
+    model = tiny_model(**SWITCHES[switch])
+    ids = draw_ids(2, 13)
+    arguments = {"num_beams": 3, "num_return_sequences": 3, "return_dict_in_generate": True, "output_scores": True}
+    on, off = (greedy(model, ids, 14, use_cache=use_cache, **arguments) for use_cache in (True, False))
+    assert torch.equal(on.sequences, off.sequences)
+    torch.testing.assert_close(on.sequences_scores, off.sequences_scores, atol=1e-5, rtol=0)
+
+
+def test_beams_of_a_padded_batch_equal_solo_beams():
+    model = tiny_model()
+    rows = [draw_ids(1, length, seed=length)[0] for length in (7, 13)]
+    mask = padded_mask("left", (7, 13), 13)
+    output = greedy(model, spread(rows, mask), 10, attention_mask=mask, num_beams=3)
+    for row, tokens in enumerate(rows):
+        solo = greedy(model, tokens[None], 10, num_beams=3, use_cache=False)[0, len(tokens) :]
+        assert torch.equal(output[row, 13:], solo)
+
+
+@pytest.mark.parametrize(
+    ("switch", "padding"),
+    [(switch, 0) for switch in SWITCHES] + [("default", 3), ("window_layers", 3), ("merged_own", 3)],
+)
+def test_prompt_lookup_equals_greedy(switch, padding):
+    model = tiny_model(**SWITCHES[switch])
+    tokens = draw_ids(1, 5)[0].repeat(4)
+    mask = padded_mask("left", (20,), 20 + padding)
+    ids = spread([tokens], mask)
+    with recorded_forwards(model) as shapes:
+        output = greedy(model, ids, 25, attention_mask=mask, prompt_lookup_num_tokens=3)
+    assert max(length for _, length in shapes[1:]) > 1
+    assert torch.equal(output, uncached_greedy(model, ids, 25, mask))
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["good_drafts", "bad_drafts"])
+def test_an_assistant_model_equals_greedy(same):
+    model = tiny_model()
+    assistant = tiny_model(seed=0 if same else 7)
+    ids = draw_ids(1, 20)
+    assert torch.equal(greedy(model, ids, 25, assistant_model=assistant), uncached_greedy(model, ids, 25))
+
+
+REFUSED = ["static", "offloaded", "offloaded_static", "quantized"]
+
+
+@pytest.mark.parametrize("implementation", REFUSED)
+def test_A11_other_caches_are_refused_before_the_first_forward(implementation):
+    model = tiny_model()
+    with recorded_forwards(model) as shapes, pytest.raises(ValueError, match="cache_implementation"):
+        greedy(model, draw_ids(1, 3), 4, cache_implementation=implementation)
+    assert shapes == []
+
+
+@cache_names
+@pytest.mark.parametrize("kind", ["tuple", "dynamic"])
+def test_A26_caches_of_another_class_are_refused(kind, name):
+    model = tiny_model()
+    pair = (torch.zeros(1, 2, 5, 24), torch.zeros(1, 2, 5, 24))
+    cache = (pair,) * 6 if kind == "tuple" else DynamicCache()
+    with pytest.raises(TypeError, match="must be a HySparseCache"):
+        model(draw_ids(1, 3), **{name: cache})
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dynamic"])
+def test_A26_generate_refuses_caches_of_another_class(kind):
+    model = tiny_model()
+    pair = (torch.zeros(1, 2, 5, 24), torch.zeros(1, 2, 5, 24))
+    cache = (pair,) * 6 if kind == "tuple" else DynamicCache()
+    with pytest.raises((TypeError, ValueError)):
+        greedy(model, draw_ids(1, 8), 4, **{CACHE_ARGUMENT: cache})
+
+
+# State
+
+
+def module_state(model):
+    """Everything that hangs on the modules, by identity, and the values of buffers."""
+    attributes = {
+        (name, key): (id(value), len(value) if isinstance(value, dict | list) else None)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+    }
+    return attributes, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_A01_calls_leave_nothing_on_the_model():
+    model = tiny_model()
+    attributes, buffers = module_state(model)
+    first, second = draw_ids(3, 19), draw_ids(1, 8, seed=5)
+    outputs = [greedy(model, first, 10), greedy(model, second, 10)]
+    after, buffers_after = module_state(model)
+    assert after == attributes
+    assert buffers_after.keys() == buffers.keys()
+    assert all(torch.equal(buffers_after[name], buffers[name]) for name in buffers)
+    for ids, output in zip((first, second), outputs, strict=True):
+        assert torch.equal(output, greedy(tiny_model(), ids, 10))
+
+
+def test_A01_two_caches_advance_in_turn():
+    model = tiny_model()
+    rows = [draw_ids(3, 25), draw_ids(1, 25, seed=5)]
+    caches, pieces = [None, None], [[], []]
+    for start, stop in ((0, 9), (9, 10), (10, 18), (18, 25)):
+        for which in (0, 1):
+            logits, caches[which] = run_in_chunks(
+                model, rows[which][:, start:stop], [stop - start], cache=caches[which]
+            )
+            pieces[which].append(logits)
+    for which, ids in enumerate(rows):
+        for row, logits in zip(ids, torch.cat(pieces[which], dim=1), strict=True):
+            assert_same_logits(logits, logits_alone(model, row))
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "non_reentrant"])
+def test_A21_generate_in_training_mode(checkpointing):
+    model = tiny_model()
+    ids = draw_ids(2, 20)
+    expected = greedy(model, ids, 8)
+    model.train()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+    with recorded_forwards(model) as shapes:
+        assert torch.equal(greedy(model, ids, 8), expected)
+    assert shapes[1:] == [(2, 1)] * 7
+    assert model.training
+
+
+@cache_names
+def test_A23_a_given_cache_is_extended_whatever_use_cache_says(name):
+    model = tiny_model()
+    ids = draw_ids(1, 20)
+    cache = HySparseCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :12], use_cache=False, **{name: cache})
+        assert cache.get_seq_length() == 12
+        output = model(ids[:, 12:], use_cache=False, **{name: cache})
+    assert cache.get_seq_length() == 20
+    assert cache_of(output) is cache
+    assert_same_logits(output.logits[0], logits_alone(model, ids[0])[12:])
+
+
+REMOVED_NAMES = {"key_cache", "value_cache", "seen_tokens", "get_usable_length", "get_max_length", "to_legacy_cache"}
+
+
+def test_A24_the_code_uses_no_removed_cache_members():
+    files = sorted(Path(modeling.__file__).parent.glob("*.py"))
+    assert len(files) > 5
+    for file in files:
+        used = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+        assert not used & REMOVED_NAMES, f"{file.name} uses {used & REMOVED_NAMES}"
+
+
+def test_A24_five_tokens_on_this_version():
+    model = tiny_model()
+    assert greedy(model, draw_ids(1, 9), 5).shape == (1, 14)
+
+
+# Sharing between layers
+
+
+DONOR_SWITCHES = ["default", "no_window", "merged_shared", "own_kv"]
+
+
+def rolled(indices):
+    """Other valid blocks than the chosen ones, where a query sees enough of them."""
+    last = torch.arange(indices.shape[2])[:, None] // 4
+    return torch.where(indices < 0, indices, (indices + 1) % (last + 1)).to(indices.dtype)
+
+
+@pytest.mark.parametrize(
+    ("part", "change"), [(1, torch.neg), (2, torch.neg), (3, rolled)], ids=["key", "value", "ids"]
+)
+@pytest.mark.parametrize("switch", DONOR_SWITCHES)
+@torch.no_grad()
+def test_B08_sparse_layers_follow_their_own_donor(switch, part, change):
+    model = tiny_model(torch.float64, **SWITCHES[switch])
+    ids = draw_ids(1, 64)  # eight times the budget
+
+    def edit(parts):
+        parts[part] = change(parts[part])
+
+    plain = model(ids, output_hidden_states=True)
+    with changed_layer_output(model, 3, edit):
+        late = model(ids, output_hidden_states=True)
+    with changed_layer_output(model, 0, edit):
+        early = model(ids, output_hidden_states=True)
+    moved = [
+        [(a - b).abs().max().item() > 1e-3 for a, b in zip(changed.hidden_states, plain.hidden_states, strict=True)]
+        for changed in (early, late)
+    ]
+    if switch == "own_kv" and part != 3:
+        assert moved == [[False] * 7] * 2
+        return
+    # hidden_states[i] is what enters layer i; the last is what leaves the model.
+    assert moved == [[False, False] + [True] * 5, [False] * 5 + [True] * 2]
+    assert (early.logits - plain.logits).abs().max() > 1e-2
+    assert (late.logits - plain.logits).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_B08_sparse_layers_receive_the_preceding_full_layers_tensors():
+    model = tiny_model()
+    given, received = {}, {}
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda _, args, output, n=number: given.update({n: output[1:]}))
+        layer.self_attn.register_forward_pre_hook(lambda _, args, n=number: received.update({n: args[1:]}))
+    output = model(draw_ids(1, 64), output_selected_indices=True)
+    for number, donor in enumerate(model.config.donor_plan):
+        if donor is not None:
+            assert all(a is b for a, b in zip(received[number], given[donor], strict=True))
+    assert torch.equal(given[0][2], output.selected_indices[0])
+    assert torch.equal(given[3][2], output.selected_indices[1])
+
+
+@pytest.mark.parametrize("budget", [64, 8], ids=["covering", "small"])
+@torch.no_grad()
+def test_B08_a_budget_that_covers_everything_is_dense_attention(budget, monkeypatch):
+    switches = {"window_branch": "none", "gate_granularity": "none", "attention_sink": False, "oracle_budget": budget}
+    model = tiny_model(torch.float64, **switches)
+    ids = draw_ids(1, 64)
+    sparse = model(ids).logits
+
+    def dense(query, key, value, indices, *, block_size, sink=None, window=0, backend, return_weights, **options):
+        return modeling.full_attention_with_oracle(query, key, value, block_size=4, n_selected=0, **options)[0]
+
+    monkeypatch.setattr(modeling, "block_sparse_attention", dense)
+    expected = model(ids).logits
+    if budget == 64:
+        assert_same_logits(sparse, expected)
+    else:
+        assert (sparse - expected).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_B08_own_keys_and_a_covering_budget_equal_the_dense_switch():
+    switches = {"share_full_kv": False, "window_branch": "none", "gate_granularity": "none", "attention_sink": False}
+    sparse = tiny_model(torch.float64, oracle_budget=64, **switches)
+    dense = tiny_model(torch.float64, oracle_budget=64, dense=True, **switches)
+    dense.load_state_dict(sparse.state_dict())
+    ids = draw_ids(2, 64)
+    assert_same_logits(sparse(ids).logits, dense(ids).logits)
+
+
+@pytest.mark.parametrize(("block", "head"), [("max", "max"), ("sum", "max"), ("max", "mean"), ("sum", "mean")])
+@torch.no_grad()
+def test_B09_the_chosen_blocks_have_the_highest_scores(block, head):
+    model = tiny_model(torch.float64, oracle_block_reduction=block, oracle_head_reduction=head)
+    output = model(draw_ids(1, 96), output_attentions=True, output_selected_indices=True)
+    for layer, indices in zip((0, 3), output.selected_indices, strict=True):
+        weights = output.attentions[layer][0].unflatten(0, (2, 2)).unflatten(-1, (24, 4))
+        scores = weights.amax(-1) if block == "max" else weights.sum(-1)
+        scores = scores.amax(1) if head == "max" else scores.mean(1)
+        for group in range(2):
+            for query in range(96):
+                seen = query // 4 + 1
+                # Lower ids come first and a stable sort keeps them there: the tie rule.
+                order = scores[group, query, :seen].sort(descending=True, stable=True).indices[:2].tolist()
+                expected = sorted(order) + [-1] * (2 - min(seen, 2))
+                assert indices[0, group, query].tolist() == expected
+
+
+def test_eager_and_default_attention_agree():
+    model = tiny_model()
+    ids = draw_ids(2, 40)
+    with torch.no_grad():
+        default = model(ids).logits
+        model.set_attn_implementation("eager")
+        assert_same_logits(model(ids).logits, default)
+
+
+def test_the_pad_token_of_T1_is_never_drawn():
+    assert tiny_config().pad_token_id == 0
+    assert draw_ids(8, 64).min() >= 2
