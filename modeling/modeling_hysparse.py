@@ -74,6 +74,7 @@ class HySparseAttention(nn.Module):
         self.head_dim = config.head_dim
         self.v_head_dim = config.v_head_dim
         self.scaling = self.head_dim**-0.5
+        self.turns_as_full = config.rope_for(self.kind) == config.rope_for("full")
         self.is_read_by_others = not config.dense and layer_idx in config.donor_plan
         self.branches = self._branches()
 
@@ -151,9 +152,7 @@ class HySparseAttention(nn.Module):
         elif self.kind == "window":
             results = {"local": self._window_of_own(own, layout, options)}
         else:
-            full_rotation = rotations["full"]
-            is_same = full_rotation is own_rotation
-            shared_query = own_query if is_same else layout.compact(rotate(query, full_rotation))
+            shared_query = own_query if self.turns_as_full else layout.compact(rotate(query, rotations["full"]))
             shared = (shared_query, shared_key, shared_value)
             results = self._sparse(own, shared, shared_indices, layout, options)
 

@@ -313,8 +313,11 @@ class TestNoHostSynchronisation:
 
 
 class TestCompile:
-    def test_forward_is_one_graph_D09(self):
-        model = tiny_model(layer_plan=["full", "sparse", "full"])
+    @pytest.mark.parametrize(
+        "ropes", [None, {"full": {"rope_theta": 1e4}, "sparse": {"rope_theta": 500.0}}], ids=["one-rope", "per-kind"]
+    )
+    def test_forward_is_one_graph_D09(self, ropes):
+        model = tiny_model(layer_plan=["full", "sparse", "full"], rope_parameters=ropes)
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         try:
             with torch.no_grad():

@@ -1,0 +1,317 @@
+"""Faults planted on purpose, each with the test that must notice it.
+
+`python tests/mutants.py [name ...]` applies each mutant to a scratch copy of the packages, runs its test there and
+prints whether it was caught; the exit status is the number of those that were not.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+REFERENCE = "modeling/reference_hysparse.py"
+SELECTION = "modeling/selection_hysparse.py"
+ROWS = "modeling/rows_hysparse.py"
+MODEL = "modeling/modeling_hysparse.py"
+CONFIG = "modeling/configuration_hysparse.py"
+
+FULL = "tests/ops/test_full_attention.py"
+SPARSE = "tests/ops/test_block_sparse.py"
+WINDOW = "tests/ops/test_sliding_window.py"
+CHOICE = "tests/ops/test_selection.py"
+FORWARD = "tests/models/test_forward.py"
+LOGITS = f"{FORWARD}::TestAgainstLoops::test_logits[default]"
+TRAINING = "tests/models/test_training.py"
+
+
+class Mutant(NamedTuple):
+    """Replace `old`, which occurs once in `file`, by `new`; `test` must fail."""
+
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+MUTANTS = {
+    # Selection.
+    "raw-logit-group-maximum": Mutant(
+        REFERENCE,
+        "scores = scores - lse.detach()",
+        "scores = scores - 0 * lse.detach()",
+        f"{FULL}::TestSelection::test_group_maximum_is_over_normalised_scores",
+    ),
+    "exponentiated-scores": Mutant(
+        REFERENCE,
+        "reduce_heads(scores, head_reduction)",
+        "reduce_heads(torch.where(scores > -math.inf, scores.exp(), scores), head_reduction)",
+        f"{FULL}::TestSelection::test_extreme_logits_make_no_false_ties",
+    ),
+    "scaled-before-the-product": Mutant(
+        REFERENCE,
+        "grouped = query.to(dtype).reshape",
+        "grouped = (query.to(dtype) * (scaling / LN2)).reshape",
+        f"{FULL}::TestSelection::test_exactly_representable_ties_go_to_the_lower_id",
+    ),
+    "tie-to-the-higher-id": Mutant(
+        SELECTION,
+        "torch.sort(scores, dim=-1, descending=True, stable=True).indices",
+        "(scores.shape[-1] - 1 - torch.sort(scores.flip(-1), dim=-1, descending=True, stable=True).indices)",
+        f"{CHOICE}::TestSelectBlocks::test_ties_go_to_the_lower_id_B14",
+    ),
+    "forced-blocks-outside-the-budget": Mutant(
+        SELECTION,
+        ".indices[..., :n_selected]",
+        ".indices[..., : n_selected + forced_first_blocks + forced_local_blocks]",
+        f"{CHOICE}::TestSelectBlocks::test_forced_blocks_stand_inside_the_budget",
+    ),
+    "forced-local-without-the-own-block": Mutant(
+        SELECTION,
+        "(ids > last - forced_local_blocks)",
+        "((ids >= last - forced_local_blocks) & (ids < last))",
+        f"{CHOICE}::TestSelectBlocks::test_forced_local_blocks_end_with_the_querys_own",
+    ),
+    "sum-as-max": Mutant(
+        SELECTION,
+        'torch.amax if reduction == "max" else torch.logsumexp',
+        "torch.amax",
+        f"{FULL}::TestSectionFiveNumbers::test_one_heavy_token_against_sixteen_light_ones",
+    ),
+    "mean-of-logarithms": Mutant(
+        SELECTION,
+        "torch.logsumexp(scores, 2) - math.log(scores.shape[2])",
+        "scores.mean(2)",
+        f"{CHOICE}::TestReduceHeads::test_mean_is_of_probabilities",
+    ),
+    "minus-one-as-last-block": Mutant(
+        SELECTION,
+        "torch.where((indices >= 0) & (indices < num_blocks), indices, num_blocks)",
+        "torch.where(indices < num_blocks, indices % num_blocks, num_blocks)",
+        f"{CHOICE}::TestIndexRows::test_mask_of_rows_takes_minus_one_anywhere",
+    ),
+    # Operations.
+    "sees-the-next-token": Mutant(
+        REFERENCE,
+        "visible = columns <= rows.owned_columns(start, stop, q_len, kv_len, device)[..., None]",
+        "visible = columns <= rows.owned_columns(start, stop, q_len, kv_len, device)[..., None] + 1",
+        f"{FULL}::TestAgainstLoops::test_group_sizes",
+    ),
+    "query-offset-ignored": Mutant(
+        ROWS,
+        "return self.query_start[:, None] + steps",
+        "return (steps + kv_len - q_len)[None].expand(len(self.query_start), -1)",
+        f"{FULL}::TestRows::test_query_offset_per_row",
+    ),
+    "slot-anchored-scores": Mutant(
+        REFERENCE,
+        "    if first is None:\n        return logits",
+        "    if True:\n        return logits",
+        f"{FULL}::TestRows::test_left_padding",
+    ),
+    "slot-anchored-blocks": Mutant(
+        REFERENCE,
+        "((columns - first[..., None]) // block_size)",
+        "((columns - 0 * first[..., None]) // block_size)",
+        f"{SPARSE}::TestRows::test_left_padding_moves_the_blocks",
+    ),
+    "window-plus-one": Mutant(
+        REFERENCE,
+        "near = torch.arange(lowest, limit, device=query.device) > owned[..., None] - window",
+        "near = torch.arange(lowest, limit, device=query.device) > owned[..., None] - window - 1",
+        f"{WINDOW}::TestAgainstLoops::test_group_sizes",
+    ),
+    "window-minus-one": Mutant(
+        REFERENCE,
+        "near = torch.arange(lowest, limit, device=query.device) > owned[..., None] - window",
+        "near = torch.arange(lowest, limit, device=query.device) > owned[..., None] - window + 1",
+        f"{WINDOW}::TestMeaning::test_window_counts_the_querys_own_token",
+    ),
+    "sink-ignored": Mutant(
+        REFERENCE,
+        "    if sink is not None:\n",
+        "    if False:\n",
+        f"{SPARSE}::TestSink::test_joins_the_denominator_only",
+    ),
+    "overlap-removed": Mutant(
+        REFERENCE,
+        "chosen = chosen_blocks(indices[:, :, start:stop], num_blocks)",
+        "chosen = chosen_blocks(indices[:, :, start:stop], num_blocks)\n"
+        "        own = rows.owned_columns(start, stop, q_len, kv_len, query.device)[..., None]\n"
+        "        visible = visible & ~(torch.arange(limit, device=query.device) > own - 6)[:, None]",
+        LOGITS,
+    ),
+    # The model.
+    "merged-softmax": Mutant(
+        MODEL,
+        'if branch == "merged_own" and self.config.share_full_kv:',
+        'if branch in ("own", "merged_own") and self.config.share_full_kv:',
+        LOGITS,
+    ),
+    "swapped-gates": Mutant(
+        MODEL,
+        'projection = getattr(self, f"gate_{branch}_proj", None)',
+        'branch = {"global": "local", "local": "global"}.get(branch, branch)\n'
+        '        projection = getattr(self, f"gate_{branch}_proj", None)',
+        LOGITS,
+    ),
+    "swapped-sinks": Mutant(
+        MODEL,
+        'sink=getattr(self, "sink_local", None)',
+        'sink=getattr(self, "sink_global", None)',
+        LOGITS,
+    ),
+    "local-branch-from-the-full-layers-kv": Mutant(
+        MODEL,
+        'if branch == "own" and self.config.share_full_kv:',
+        "if False:",
+        LOGITS,
+    ),
+    "stale-indices": Mutant(
+        MODEL,
+        "shared = tuple(given)",
+        "shared = (*given[:2], given[2] if shared[2] is None else shared[2])",
+        LOGITS,
+    ),
+    "keys-and-values-of-the-first-full-layer": Mutant(
+        MODEL,
+        "shared = tuple(given)",
+        "shared = tuple(given) if shared[0] is None else (*shared[:2], given[2])",
+        LOGITS,
+    ),
+    "donor-off-by-one": Mutant(
+        MODEL,
+        "shared = tuple(given)",
+        "shared, late = (tuple(given) if selected is None or shared[0] is None else late), tuple(given)",
+        f"{FORWARD}::TestSharing::test_sparse_layer_receives_the_preceding_full_layers_tensors_B12",
+    ),
+    "donor-plan-off-by-one": Mutant(
+        CONFIG,
+        'donors.append(full if kind == "sparse" else None)',
+        'donors.append(full + 1 if kind == "sparse" else None)',
+        "tests/models/test_config.py::TestPlan::test_donor_is_the_preceding_full_layer_B12",
+    ),
+    "shared-query-turned-by-the-own-setting": Mutant(
+        MODEL,
+        'shared_query = own_query if self.turns_as_full else layout.compact(rotate(query, rotations["full"]))',
+        "shared_query = own_query",
+        "tests/models/test_config.py::TestKindsOfRotation::test_logits_equal_the_loops",
+    ),
+    "rotary-length-of-the-whole-batch": Mutant(
+        "modeling/layers_hysparse.py",
+        "last = position_ids.amax(-1, keepdim=True)",
+        "last = position_ids.amax().view(1, 1)",
+        "tests/models/test_config.py::TestDenseEqualsTheLibrary::test_a_row_beside_a_longer_one_gives_what_it_gives_alone",
+    ),
+    "shared-keys-detached": Mutant(
+        MODEL,
+        "key if read else None",
+        "key.detach() if read else None",
+        f"{TRAINING}::TestGradients::test_a_full_layers_projection_learns_from_its_sparse_layers",
+    ),
+    "shared-tensors-by-keyword": Mutant(
+        MODEL,
+        "                *shared,\n",
+        "                **dict(zip(('shared_key', 'shared_value', 'shared_indices'), shared, strict=True)),\n",
+        f"{TRAINING}::TestCheckpointing::test_tensors_with_gradients_are_positional",
+    ),
+    "maps-without-gates": Mutant(
+        MODEL,
+        "            if gate is not None:\n                weights = ",
+        "            if False:\n                weights = ",
+        f"{FORWARD}::TestAgainstLoops::test_selected_indices_and_maps",
+    ),
+    "item-count-ignored": Mutant(
+        MODEL,
+        "vocab_size=self.config.vocab_size, **kwargs)",
+        "vocab_size=self.config.vocab_size)",
+        f"{TRAINING}::TestLoss::test_is_the_summed_cross_entropy_over_the_item_count_F02",
+    ),
+    "gates-start-anywhere": Mutant(
+        MODEL,
+        "isinstance(module, (HySparseAttention, HySparseGate))",
+        "isinstance(module, HySparseAttention)",
+        "tests/models/test_loading.py::TestInitialisation::test_building_initialises_gates_and_sinks_to_zero",
+    ),
+    "host-read-in-masked-forward": Mutant(
+        ROWS,
+        "if q_len > 1 else None",
+        "if q_len > 1 and bool(visible.any()) else None",
+        f"{FORWARD}::TestNoHostSynchronisation::test_masked_forward_and_decode_step_D09",
+    ),
+    "padding-keeps-its-columns": Mutant(
+        ROWS,
+        "order = torch.argsort((~new).long(), dim=-1, stable=True) if q_len > 1 else None",
+        "order = None",
+        f"{FORWARD}::TestExtraOutputs::test_maps_and_indices_of_padded_rows_equal_those_alone",
+    ),
+}
+
+
+def mutated(mutant: Mutant, root: Path = ROOT) -> str:
+    """Return the file's text with the fault in it.
+
+    Raises:
+        ValueError: the text to replace does not occur exactly once, so the mutant must follow the code.
+    """
+    text = (root / mutant.file).read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.file} holds {text.count(mutant.old)} times {mutant.old!r}; adapt the mutant")
+    return text.replace(mutant.old, mutant.new)
+
+
+class Scratch:
+    """A copy of packages and tests in which Python finds `hysparse_hf` before the installed one."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "hysparse_hf", folder / "hysparse_hf", ignore=ignored)
+        for name in ("modeling", "conversion"):
+            shutil.copytree(ROOT / name, folder / "hysparse_hf" / name, ignore=ignored)
+            (folder / name).symlink_to(folder / "hysparse_hf" / name)
+        shutil.copytree(ROOT / "tests", folder / "tests", ignore=ignored)
+        shutil.copy(ROOT / "setup.cfg", folder)
+
+    def run(self, *tests: str) -> subprocess.CompletedProcess:
+        """Run tests on what the copy holds now."""
+        # No bytecode: a file changed twice within one second would be taken for unchanged.
+        environ = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        return subprocess.run(command, cwd=self.folder, env=environ, capture_output=True, text=True, timeout=600)
+
+    def catches(self, mutant: Mutant) -> bool:
+        """Whether the mutant's test fails on it, and not for want of a test or an importable file."""
+        path = self.folder / mutant.file
+        original = path.read_text()
+        path.write_text(mutated(mutant, self.folder))
+        try:
+            done = self.run(mutant.test)
+        finally:
+            path.write_text(original)
+        return done.returncode == 1 and " failed" in done.stdout and "SyntaxError" not in done.stdout
+
+
+def main(names: list[str]) -> int:
+    """Run the named mutants, or all, and print what became of each."""
+    missed = []
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Scratch(Path(folder))
+        sound = scratch.run(*sorted({MUTANTS[name].test for name in names or MUTANTS}))
+        if sound.returncode:
+            print(sound.stdout, "the tests fail without any mutant", sep="\n")
+            return len(MUTANTS)
+        for name in names or MUTANTS:
+            caught = scratch.catches(MUTANTS[name])
+            print(f"{'caught' if caught else 'NOT CAUGHT':12}{name:44}{MUTANTS[name].test}", flush=True)
+            missed += [] if caught else [name]
+    return len(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
