@@ -12,24 +12,29 @@ import torch
 
 from .triton_common import (
     LOG2E,
+    add_product,
     key_descriptor,
     launch_sizes,
     load_keys,
     load_rows,
+    may_fuse,
     padded_dim,
     precision_of,
     query_places,
     query_rows,
     row_arguments,
     row_terms,
+    sink_gradient,
     store_rows,
+    store_sink_term,
     tile_rows,
     tl,
     triton,
 )
 
 
-# (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N, warps, stages).
+# (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N, warps, stages), for the whole past and for
+# a window of it. Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-29; the others only keep within a card's memory.
 _LAUNCH_DQ = {
     (2, 128): (128, 64, 8, 3),
     (2, 256): (64, 32, 4, 2),
@@ -42,18 +47,40 @@ _LAUNCH_DKDV = {
     (4, 128): (32, 32, 4, 1),
     (4, 256): (16, 32, 4, 1),
 }
+_LAUNCH_WINDOW_DQ = {**_LAUNCH_DQ, (2, 128): (64, 32, 4, 2)}
+_LAUNCH_WINDOW_DKDV = {**_LAUNCH_DKDV, (2, 128): (32, 64, 4, 3)}
 
 
 @triton.jit
-def dq_step(q, grad, total, delta, acc, k, v, visible, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def dq_step(
+    q,
+    grad,
+    total,
+    delta,
+    acc,
+    exact,
+    k,
+    v,
+    visible,
+    scale,
+    one,
+    MASKED: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Add one tile of keys to the gradients of a tile of query rows; rows with `total` +inf add nothing."""
     s = tl.dot(q, k.T, input_precision=PRECISION)
     p = tl.exp2(s * scale - total[:, None])
-    dp = tl.dot(grad, v.T, input_precision=PRECISION)
-    ds = p * (dp - delta[:, None])
     if MASKED:
-        ds = tl.where(visible, ds, 0.0)
-    return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+        p = tl.where(visible, p, 0.0)
+    dp = tl.dot(grad, v.T, input_precision=PRECISION)
+    if MASKED:
+        dp = tl.where(visible, dp, 0.0)
+    if HAS_SINK:
+        # The output as stored is rounded; a sink's gradient sums that over all rows, so it takes the unrounded one.
+        exact += tl.sum(p * dp, 1)
+    ds = p * (dp - delta[:, None])
+    return add_product(acc, ds.to(k.dtype), k, one, PRECISION), exact
 
 
 @triton.jit
@@ -65,6 +92,8 @@ def _band_dq_kernel(
     total_ptr,
     delta_ptr,
     dq_ptr,
+    sink_ptr,
+    sink_term_ptr,
     start_ptr,
     first_ptr,
     stride_qb,
@@ -87,6 +116,7 @@ def _band_dq_kernel(
     window,
     scale,
     scaling,
+    one,
     GROUP: tl.constexpr,
     TILE_Q: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -98,6 +128,7 @@ def _band_dq_kernel(
     HAS_START: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq of one tile of queries times its group; the last queries see most keys and come first."""
@@ -128,10 +159,11 @@ def _band_dq_kernel(
     total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
     delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    exact = tl.zeros((BLOCK_M,), tl.float32)
     for column in tl.range(begin, plain_end, BLOCK_N):
         k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
         v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
-        acc = dq_step(q, grad, total, delta, acc, k, v, None, scale, False, PRECISION)
+        acc, exact = dq_step(q, grad, total, delta, acc, exact, k, v, None, scale, one, False, HAS_SINK, PRECISION)
     for column in tl.range(plain_end, end, BLOCK_N):
         columns = column + tl.arange(0, BLOCK_N)
         k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
@@ -139,24 +171,26 @@ def _band_dq_kernel(
         if HAS_START:
             k = tl.where((columns < end)[:, None], k, 0.0)
         visible = (columns[None, :] <= owned[:, None]) & (columns[None, :] >= lowest[:, None])
-        acc = dq_step(q, grad, total, delta, acc, k, v, visible, scale, True, PRECISION)
+        acc, exact = dq_step(q, grad, total, delta, acc, exact, k, v, visible, scale, one, True, HAS_SINK, PRECISION)
     dq_base = dq_ptr + batch.to(tl.int64) * stride_dqb
     store_rows(dq_base, acc * scaling, steps, heads, valid, stride_dqh, stride_dqm, stride_dqd, HEAD_DIM, BLOCK_D)
+    if HAS_SINK:
+        store_sink_term(sink_ptr, sink_term_ptr, row, heads, valid, total, exact)
 
 
 @triton.jit
-def dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """Add one tile of query rows to the gradients of a tile of keys; rows with `total` +inf add nothing."""
     s = tl.dot(k, q.T, input_precision=PRECISION)
     p = tl.exp2(s * scale - total[None, :])
     if MASKED:
         p = tl.where(visible, p, 0.0)
-    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+    dv = add_product(dv, p.to(grad.dtype), grad, one, PRECISION)
     dp = tl.dot(v, grad.T, input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
     if MASKED:
         ds = tl.where(visible, ds, 0.0)
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    dk = add_product(dk, ds.to(q.dtype), q, one, PRECISION)
     return dk, dv
 
 
@@ -188,6 +222,7 @@ def _band_dkdv_kernel(
     window,
     scale,
     scaling,
+    one,
     GROUP: tl.constexpr,
     TILE_Q: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -239,7 +274,7 @@ def _band_dkdv_kernel(
         if HAS_WINDOW:
             lowest = tl.maximum(lowest, owned - window + 1)
         visible = (columns[:, None] <= owned[None, :]) & (columns[:, None] >= lowest[None, :])
-        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, True, PRECISION)
+        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, one, True, PRECISION)
     for tile in tl.range(plain_begin, tile_end):
         steps, group_head, valid = query_rows(tile, q_len, TILE_Q, GROUP, BLOCK_M)
         heads = kv_head * GROUP + group_head
@@ -248,7 +283,7 @@ def _band_dkdv_kernel(
         row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
         total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
         delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
-        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, None, scale, False, PRECISION)
+        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, None, scale, one, False, PRECISION)
     store_key_gradient(dk_ptr, dk * scaling, batch * KV_HEADS + kv_head, columns, kv_len, HEAD_DIM, BLOCK_D)
     store_key_gradient(dv_ptr, dv, batch * KV_HEADS + kv_head, columns, kv_len, V_DIM, BLOCK_DV)
 
@@ -280,7 +315,8 @@ def band_backward(
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len, v_dim = value.shape[1:]
     group = heads // kv_heads
-    total, delta, grad_sink = row_terms(output, grad_output, lse, grad_lse, sink)
+    total, delta = row_terms(output, grad_output, lse, grad_lse, sink)
+    sink_terms = torch.empty_like(total) if sink is not None else total
     dq = torch.empty_like(query)
     dk, dv = key.new_empty(key.shape), value.new_empty(value.shape)
     common = {
@@ -292,6 +328,7 @@ def band_backward(
         "window": window or 0,
         "scale": scaling * LOG2E,
         "scaling": scaling,
+        "one": 1.0,
         "GROUP": group,
         "HEAD_DIM": dim,
         "BLOCK_D": padded_dim(dim),
@@ -300,7 +337,8 @@ def band_backward(
         "HAS_WINDOW": window is not None,
         "PRECISION": precision_of(query),
     }
-    most_m, block_n, warps, stages = launch_sizes(_LAUNCH_DQ, query, value)
+    table_dq, table_dkdv = (_LAUNCH_DQ, _LAUNCH_DKDV) if window is None else (_LAUNCH_WINDOW_DQ, _LAUNCH_WINDOW_DKDV)
+    most_m, block_n, warps, stages = launch_sizes(table_dq, query, value)
     block_m, tile_q = tile_rows(q_len, group, most_m)
     with torch.cuda.device_of(query):
         _band_dq_kernel[(triton.cdiv(q_len, tile_q), batch * kv_heads)](
@@ -311,6 +349,8 @@ def band_backward(
             total,
             delta,
             dq,
+            sink,
+            sink_terms,
             stride_dqb=dq.stride(0),
             stride_dqh=dq.stride(1),
             stride_dqm=dq.stride(2),
@@ -319,11 +359,13 @@ def band_backward(
             TILE_Q=tile_q,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
+            HAS_SINK=sink is not None,
             num_warps=warps if block_m >= 64 else 4,
             num_stages=stages,
+            enable_fp_fusion=may_fuse(query),
             **common,
         )
-        most_m, block_n, warps, stages = launch_sizes(_LAUNCH_DKDV, query, value)
+        most_m, block_n, warps, stages = launch_sizes(table_dkdv, query, value)
         block_m, tile_q = tile_rows(q_len, group, most_m)
         _band_dkdv_kernel[(triton.cdiv(kv_len, block_n), batch * kv_heads)](
             query,
@@ -340,6 +382,7 @@ def band_backward(
             BLOCK_N=block_n,
             num_warps=warps,
             num_stages=stages,
+            enable_fp_fusion=may_fuse(query),
             **common,
         )
-    return dq, dk, dv, grad_sink
+    return dq, dk, dv, sink_gradient(sink_terms, sink)

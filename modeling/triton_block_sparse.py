@@ -25,6 +25,7 @@ from .triton_common import (
     launch_sizes,
     load_keys,
     load_rows,
+    may_fuse,
     new_output,
     online_softmax,
     padded_dim,
@@ -41,6 +42,7 @@ from .triton_selection_layouts import SelectionLayouts, inverse_lists, most_tile
 
 
 # (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N at most, warps, stages).
+# Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-29; the others only keep within a card's memory.
 _LAUNCH = {
     (2, 128): (64, 64, 4, 3),
     (2, 256): (64, 64, 4, 2),
@@ -77,6 +79,7 @@ def _block_sparse_fwd_kernel(
     gap,
     candidates,
     scale,
+    one,
     GROUP: tl.constexpr,
     TILE_Q: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -117,7 +120,7 @@ def _block_sparse_fwd_kernel(
         v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         on = valid & (((chosen >> bit) & 1) != 0)
-        m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, tl.max(s, 1) * scale, scale, on, PRECISION)
+        m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, tl.max(s, 1) * scale, scale, one, on, PRECISION)
     for entry in tl.range(n_whole * SPLIT, n_all * SPLIT):
         column = tl.load(starts_ptr + entry // SPLIT) + entry % SPLIT * BLOCK_N
         chosen = tl.load(masks_ptr + entry // SPLIT)
@@ -130,7 +133,7 @@ def _block_sparse_fwd_kernel(
         s = tl.dot(q, k.T, input_precision=PRECISION)
         s = tl.where(columns[None, :] <= owned[:, None], s, -float("inf"))
         on = valid & (((chosen >> bit) & 1) != 0)
-        m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, tl.max(s, 1) * scale, scale, on, PRECISION)
+        m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, tl.max(s, 1) * scale, scale, one, on, PRECISION)
     out, lse = finish_softmax(m_i, l_i, acc, sink_ptr, heads, valid, HAS_SINK)
     out_base = out_ptr + batch.to(tl.int64) * stride_ob
     store_rows(out_base, out, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
@@ -189,6 +192,7 @@ def _block_sparse_forward(
             gap=kv_len - q_len,
             candidates=starts.shape[2],
             scale=scaling * LOG2E,
+            one=1.0,
             GROUP=group,
             TILE_Q=tile_q,
             HEAD_DIM=dim,
@@ -202,6 +206,7 @@ def _block_sparse_forward(
             PRECISION=precision_of(query),
             num_warps=warps if block_m >= 128 else 4,
             num_stages=stages,
+            enable_fp_fusion=may_fuse(query),
         )
     return output, lse
 

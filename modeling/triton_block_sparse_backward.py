@@ -13,13 +13,16 @@ from .triton_common import (
     launch_sizes,
     load_keys,
     load_rows,
+    may_fuse,
     padded_dim,
     precision_of,
     query_places,
     query_rows,
     row_arguments,
     row_terms,
+    sink_gradient,
     store_rows,
+    store_sink_term,
     tl,
     triton,
 )
@@ -27,7 +30,7 @@ from .triton_selection_layouts import SelectionLayouts
 
 
 # (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N at most, warps, stages); the rows of dq are
-# those of the layout's tiles.
+# those of the layout's tiles. Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-29.
 _LAUNCH_DQ = {
     (2, 128): (64, 64, 4, 2),
     (2, 256): (64, 32, 4, 2),
@@ -51,6 +54,8 @@ def _block_sparse_dq_kernel(
     total_ptr,
     delta_ptr,
     dq_ptr,
+    sink_ptr,
+    sink_term_ptr,
     starts_ptr,
     masks_ptr,
     counts_ptr,
@@ -76,6 +81,7 @@ def _block_sparse_dq_kernel(
     candidates,
     scale,
     scaling,
+    one,
     GROUP: tl.constexpr,
     TILE_Q: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -87,6 +93,7 @@ def _block_sparse_dq_kernel(
     BLOCK_SIZE: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    HAS_SINK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq of one tile of queries times its group over the union of its blocks."""
@@ -105,6 +112,7 @@ def _block_sparse_dq_kernel(
     total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
     delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    exact = tl.zeros((BLOCK_M,), tl.float32)
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
     n_whole = tl.load(counts_ptr + unit * 2)
     n_all = tl.load(counts_ptr + unit * 2 + 1)
@@ -124,7 +132,7 @@ def _block_sparse_dq_kernel(
         v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
         # Subtracting +inf turns a whole row off at no cost per element.
         shift = tl.where(((chosen >> bit) & 1) != 0, total, float("inf"))
-        acc = dq_step(q, grad, shift, delta, acc, k, v, None, scale, False, PRECISION)
+        acc, exact = dq_step(q, grad, shift, delta, acc, exact, k, v, None, scale, one, False, HAS_SINK, PRECISION)
     for entry in tl.range(n_whole * SPLIT, n_all * SPLIT):
         column = tl.load(starts_ptr + entry // SPLIT) + entry % SPLIT * BLOCK_N
         chosen = tl.load(masks_ptr + entry // SPLIT)
@@ -135,9 +143,11 @@ def _block_sparse_dq_kernel(
             k = tl.where((columns <= tl.max(owned, 0))[:, None], k, 0.0)
         shift = tl.where(((chosen >> bit) & 1) != 0, total, float("inf"))
         visible = columns[None, :] <= owned[:, None]
-        acc = dq_step(q, grad, shift, delta, acc, k, v, visible, scale, True, PRECISION)
+        acc, exact = dq_step(q, grad, shift, delta, acc, exact, k, v, visible, scale, one, True, HAS_SINK, PRECISION)
     dq_base = dq_ptr + batch.to(tl.int64) * stride_dqb
     store_rows(dq_base, acc * scaling, steps, heads, valid, stride_dqh, stride_dqm, stride_dqd, HEAD_DIM, BLOCK_D)
+    if HAS_SINK:
+        store_sink_term(sink_ptr, sink_term_ptr, row, heads, valid, total, exact)
 
 
 @triton.jit
@@ -171,6 +181,7 @@ def _block_sparse_dkdv_kernel(
     num_blocks,
     scale,
     scaling,
+    one,
     GROUP: tl.constexpr,
     TILE_Q: tl.constexpr,
     CHOICES: tl.constexpr,
@@ -194,7 +205,7 @@ def _block_sparse_dkdv_kernel(
     columns = column + tl.arange(0, BLOCK_N)
     begin = tl.load(offsets_ptr + tl.program_id(1) * num_blocks + tl.program_id(0) // SPLIT)
     end = tl.load(offsets_ptr + tl.program_id(1) * num_blocks + tl.program_id(0) // SPLIT + 1)
-    per_row = q_len.to(tl.int64) * (CHOICES * TOUCHED)
+    per_row = tl.cast(q_len, tl.int64) * (CHOICES * TOUCHED)
     k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
     v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -222,11 +233,11 @@ def _block_sparse_dkdv_kernel(
         )
         visible = columns[:, None] <= owned[None, :]
         if HAS_FIRST:
-            index = tl.program_id(1) * q_len.to(tl.int64) * CHOICES + choice // TOUCHED
+            index = tl.program_id(1) * tl.cast(q_len, tl.int64) * CHOICES + choice // TOUCHED
             block_start = first + tl.load(index_ptr + index, mask=valid, other=0) * BLOCK_SIZE
             inside = columns[:, None] - block_start[None, :]
             visible = visible & (inside >= 0) & (inside < BLOCK_SIZE)
-        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, True, PRECISION)
+        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, one, True, PRECISION)
     for entry in tl.range(plain_begin, end, TILE_Q):
         place = entry + rows // GROUP
         valid = (rows // GROUP < TILE_Q) & (place < end)
@@ -237,7 +248,7 @@ def _block_sparse_dkdv_kernel(
         row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
         total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
         delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
-        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, None, scale, False, PRECISION)
+        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, None, scale, one, False, PRECISION)
     store_key_gradient(dk_ptr, dk * scaling, tl.program_id(1), columns, kv_len, HEAD_DIM, BLOCK_D)
     store_key_gradient(dv_ptr, dv, tl.program_id(1), columns, kv_len, V_DIM, BLOCK_DV)
 
@@ -262,7 +273,8 @@ def block_sparse_backward(
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len, v_dim = value.shape[1:]
     group, choices = heads // kv_heads, indices.shape[3]
-    total, delta, grad_sink = row_terms(output, grad_output, lse, grad_lse, sink)
+    total, delta = row_terms(output, grad_output, lse, grad_lse, sink)
+    sink_terms = torch.empty_like(total) if sink is not None else total
     dq = torch.empty_like(query)
     dk, dv = key.new_empty(key.shape), value.new_empty(value.shape)
     common = {
@@ -273,6 +285,7 @@ def block_sparse_backward(
         "q_len": q_len,
         "scale": scaling * LOG2E,
         "scaling": scaling,
+        "one": 1.0,
         "GROUP": group,
         "HEAD_DIM": dim,
         "BLOCK_D": padded_dim(dim),
@@ -294,6 +307,8 @@ def block_sparse_backward(
             total,
             delta,
             dq,
+            sink,
+            sink_terms,
             layouts.starts,
             layouts.masks,
             layouts.counts,
@@ -306,8 +321,10 @@ def block_sparse_backward(
             TILE_Q=tile_q,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
+            HAS_SINK=sink is not None,
             num_warps=warps if block_m >= 128 else 4,
             num_stages=stages,
+            enable_fp_fusion=may_fuse(query),
             **common,
         )
         block_m, block_n, warps, stages = launch_sizes(_LAUNCH_DKDV, query, value)
@@ -334,6 +351,7 @@ def block_sparse_backward(
             BLOCK_N=block_n,
             num_warps=warps,
             num_stages=stages,
+            enable_fp_fusion=may_fuse(query),
             **common,
         )
-    return dq, dk, dv, grad_sink
+    return dq, dk, dv, sink_gradient(sink_terms, sink)

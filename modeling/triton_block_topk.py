@@ -97,10 +97,12 @@ def _block_topk_kernel(
         high = tl.where(is_open & (count == n_selected), middle, high)
         high = tl.where(is_open & (count < n_selected), middle - 1, high)
 
-    above = visible & (key > low[:, None])
-    equal = visible & (key == low[:, None])
-    room = n_selected - tl.sum(above.to(tl.int32), 1)
-    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= room[:, None]))
+    chosen = visible & (key >= low[:, None])
+    if tl.max(tl.sum(chosen.to(tl.int32), 1), 0) > n_selected:
+        above = visible & (key > low[:, None])
+        equal = visible & (key == low[:, None])
+        room = n_selected - tl.sum(above.to(tl.int32), 1)
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= room[:, None]))
     slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
     base = indices_ptr + (row.to(tl.int64) * q_len + steps) * n_selected
     tl.store(base[:, None] + slot, ids[None, :] + tl.zeros_like(slot), mask=chosen)

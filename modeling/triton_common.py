@@ -99,14 +99,29 @@ def load_keys(descriptor, batch, kv_head, column, BLOCK_N: tl.constexpr, BLOCK_D
 
 
 @triton.jit
-def online_softmax(s, v, m_i, l_i, acc, row_max, scale, on, PRECISION: tl.constexpr):
-    """Take one tile of unscaled logits into the running softmax; rows with `on` false stay as they are."""
-    m_new = tl.where(on, tl.maximum(m_i, row_max), m_i)
-    # Subtracting +inf turns a whole row off at no cost per element.
-    p = tl.exp2(s * scale - tl.where(on, m_new, float("inf"))[:, None])
+def add_product(acc, a, b, one, PRECISION: tl.constexpr):
+    """`acc + a @ b`. In float32 each tile is summed by itself first: one long chain of roundings would drift.
+
+    `one` is 1.0, known at run time only; else the compiler would pull the accumulator into the product.
+    """
+    if PRECISION == "ieee":
+        return acc + tl.dot(a, b, input_precision=PRECISION) * one
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def online_softmax(s, v, m_i, l_i, acc, row_max, scale, one, on, PRECISION: tl.constexpr):
+    """Take one tile of unscaled logits into the running softmax of the rows where `on` holds (None: all)."""
+    m_new = tl.maximum(m_i, row_max)
+    shift = m_new
+    if on is not None:
+        m_new = tl.where(on, m_new, m_i)
+        # Subtracting +inf turns a whole row off at no cost per element.
+        shift = tl.where(on, m_new, float("inf"))
+    p = tl.exp2(s * scale - shift[:, None])
     alpha = tl.exp2(m_i - m_new)
     l_i = l_i * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    acc = add_product(acc * alpha[:, None], p.to(v.dtype), v, one, PRECISION)
     return m_new, l_i, acc
 
 
@@ -131,7 +146,6 @@ def _row_terms_kernel(
     sink_ptr,
     total_ptr,
     delta_ptr,
-    sink_term_ptr,
     stride_ob,
     stride_oh,
     stride_om,
@@ -148,7 +162,7 @@ def _row_terms_kernel(
     HAS_SINK: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
 ):
-    """Per query and head: total log-sum-exp in base 2, term of the softmax gradient, gradient of the sink."""
+    """Per query and head: total log-sum-exp in base 2, and the term of the softmax gradient."""
     batch = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
     steps = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -167,8 +181,6 @@ def _row_terms_kernel(
     if HAS_SINK:
         sink = tl.load(sink_ptr + head).to(tl.float32) * KERNEL_LOG2E
         total = tl.maximum(safe, sink) + tl.log2(1 + tl.exp2(-tl.abs(safe - sink)))
-        share = tl.where(empty, 0.0, tl.exp2(sink - total))
-        tl.store(sink_term_ptr + place, -share * delta, mask=valid)
     if HAS_GRAD_LSE:
         # The lse leaves the sink out, so its gradient meets probabilities larger by exp(total - lse).
         grad_lse = tl.load(grad_lse_ptr + place, mask=valid, other=0.0) * KERNEL_LOG2E
@@ -183,17 +195,16 @@ def row_terms(
     lse: torch.Tensor,
     grad_lse: torch.Tensor | None,
     sink: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What every backward pass needs per row of `(batch, heads, q_len)`; `lse` and its gradient are in base 2.
 
     Returns:
-        `(total, delta, sink_gradient)`: log-sum-exp with sink, base 2, +inf for a row without keys; the term
-        subtracted from each probability's gradient; the gradient of `sink` (empty without one).
+        `(total, delta)`: log-sum-exp with sink, base 2, +inf for a row without keys; the term subtracted from each
+        probability's gradient.
     """
     batch, heads, q_len, dim = output.shape
     total = torch.empty((batch, heads, q_len), dtype=torch.float32, device=output.device)
     delta = torch.empty_like(total)
-    sink_term = torch.empty_like(total) if sink is not None else total
     block_dv = padded_dim(dim)
     with torch.cuda.device_of(output):
         _row_terms_kernel[(triton.cdiv(q_len, 64), batch * heads)](
@@ -204,7 +215,6 @@ def row_terms(
             sink,
             total,
             delta,
-            sink_term,
             *output.stride(),
             *grad_output.stride(),
             heads,
@@ -215,9 +225,21 @@ def row_terms(
             HAS_SINK=sink is not None,
             HAS_GRAD_LSE=grad_lse is not None,
             num_warps=4,
+            enable_fp_fusion=may_fuse(output),
         )
-    gradient = sink_term.sum((0, 2)).to(sink.dtype) if sink is not None else total.new_empty(0)
-    return total, delta, gradient
+    return total, delta
+
+
+@triton.jit
+def store_sink_term(sink_ptr, term_ptr, row, heads, valid, total, exact):
+    """Store what a row adds to the gradient of its head's sink; `exact` is the row's output times its gradient."""
+    sink = tl.load(sink_ptr + heads, mask=valid, other=0.0).to(tl.float32) * KERNEL_LOG2E
+    tl.store(term_ptr + row, -tl.exp2(sink - total) * exact, mask=valid)
+
+
+def sink_gradient(terms: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """Gradient of `sink` from the rows' terms; empty without one."""
+    return terms.new_empty(0) if sink is None else terms.sum((0, 2)).to(sink.dtype)
 
 
 def padded_dim(dim: int) -> int:
@@ -267,6 +289,11 @@ def launch_sizes(table: dict, query: torch.Tensor, value: torch.Tensor) -> tuple
 def precision_of(states: torch.Tensor) -> str:
     """Arithmetic of matrix products: float32 inputs keep float32, not the matrix units' shorter format."""
     return "ieee" if states.dtype == torch.float32 else "tf32"
+
+
+def may_fuse(states: torch.Tensor) -> bool:
+    """Whether products and sums may share a rounding; in float32 that rounds a logit and its maximum differently."""
+    return states.dtype != torch.float32
 
 
 def new_output(query: torch.Tensor, dim: int) -> torch.Tensor:

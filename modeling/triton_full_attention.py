@@ -26,6 +26,7 @@ from .triton_common import (
     launch_sizes,
     load_keys,
     load_rows,
+    may_fuse,
     new_output,
     online_softmax,
     padded_dim,
@@ -41,6 +42,7 @@ from .triton_common import (
 
 
 # (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N at most, warps, stages).
+# Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-29; the others only keep within a card's memory.
 _LAUNCH = {
     (2, 128): (128, 64, 8, 3),
     (2, 256): (64, 64, 4, 2),
@@ -102,6 +104,7 @@ def _full_attention_fwd_kernel(
     chunk_len,
     num_blocks,
     scale,
+    one,
     GROUP: tl.constexpr,
     TILE_Q: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -132,7 +135,7 @@ def _full_attention_fwd_kernel(
     q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
     score_row = (batch * KV_HEADS + kv_head).to(tl.int64) * num_blocks * GROUP
     score_ptrs = scores_ptr + (score_row + group_head) * chunk_len + (steps - step_begin)
-    score_step = (chunk_len * GROUP).to(tl.int64)
+    score_step = tl.cast(chunk_len * GROUP, tl.int64)
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -155,7 +158,7 @@ def _full_attention_fwd_kernel(
             if SCORES > 0:
                 place = score_ptrs + (column - begin) // BLOCK_SIZE * score_step
                 carried = _store_scores(s, scale, row_max, carried, place, here, column, begin, SCORES == 2, SPLIT)
-            m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, row_max, scale, here, PRECISION)
+            m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, row_max, scale, one, None, PRECISION)
         for column in tl.range(plain_end, end, BLOCK_N):
             columns = column + tl.arange(0, BLOCK_N)
             k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
@@ -169,7 +172,7 @@ def _full_attention_fwd_kernel(
             if SCORES > 0:
                 place = score_ptrs + (column - begin) // BLOCK_SIZE * score_step
                 carried = _store_scores(s, scale, row_max, carried, place, here, column, begin, SCORES == 2, SPLIT)
-            m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, row_max, scale, here, PRECISION)
+            m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, row_max, scale, one, here, PRECISION)
         begin = tl.min(tl.where(valid & (first > begin), first, 2147483647), 0)
 
     out, lse = finish_softmax(m_i, l_i, acc, None, heads, valid, False)
@@ -249,6 +252,7 @@ def _full_attention_forward(
                 chunk_len=stop - start,
                 num_blocks=blocks,
                 scale=scaling * LOG2E,
+                one=1.0,
                 GROUP=group,
                 TILE_Q=tile_q,
                 HEAD_DIM=dim,
@@ -262,6 +266,7 @@ def _full_attention_forward(
                 PRECISION=precision_of(query),
                 num_warps=warps if block_m >= 64 else 4,
                 num_stages=stages,
+                enable_fp_fusion=may_fuse(query),
             )
         if n_selected:
             shape = (batch * kv_heads, blocks, group, stop - start)

@@ -22,6 +22,7 @@ from .triton_common import (
     launch_sizes,
     load_keys,
     load_rows,
+    may_fuse,
     new_output,
     online_softmax,
     padded_dim,
@@ -37,8 +38,9 @@ from .triton_common import (
 
 
 # (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N, warps, stages).
+# Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-29; the others only keep within a card's memory.
 _LAUNCH = {
-    (2, 128): (64, 32, 4, 3),
+    (2, 128): (64, 32, 4, 2),
     (2, 256): (64, 64, 4, 2),
     (4, 128): (32, 32, 4, 2),
     (4, 256): (32, 32, 4, 1),
@@ -70,6 +72,7 @@ def _sliding_window_fwd_kernel(
     gap,
     window,
     scale,
+    one,
     GROUP: tl.constexpr,
     TILE_Q: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -108,7 +111,7 @@ def _sliding_window_fwd_kernel(
             v = tl.where((columns < end)[:, None], v, 0.0)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         s = tl.where((columns[None, :] <= owned[:, None]) & (columns[None, :] >= lowest[:, None]), s, -float("inf"))
-        m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, tl.max(s, 1) * scale, scale, valid, PRECISION)
+        m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, tl.max(s, 1) * scale, scale, one, valid, PRECISION)
     out, lse = finish_softmax(m_i, l_i, acc, sink_ptr, heads, valid, HAS_SINK)
     out_base = out_ptr + batch.to(tl.int64) * stride_ob
     store_rows(out_base, out, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
@@ -155,6 +158,7 @@ def _sliding_window_forward(
             gap=kv_len - q_len,
             window=window,
             scale=scaling * LOG2E,
+            one=1.0,
             GROUP=heads // kv_heads,
             TILE_Q=tile_q,
             HEAD_DIM=dim,
@@ -167,6 +171,7 @@ def _sliding_window_forward(
             PRECISION=precision_of(query),
             num_warps=warps if block_m >= 64 else 4,
             num_stages=stages,
+            enable_fp_fusion=may_fuse(query),
         )
     return output, lse
 

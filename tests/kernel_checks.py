@@ -56,12 +56,18 @@ def make_states(
     return [*states, torch.randn(heads, generator=generator).to(DEVICE)] if sink else states
 
 
-def evaluate(call: Callable[..., tuple[torch.Tensor, ...]], states: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Outputs and lse of `call(*states)`, then the gradient of a random linear function of both in each state."""
+def evaluate(
+    call: Callable[..., tuple[torch.Tensor, ...]], states: list[torch.Tensor], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Outputs and lse of `call(*states)`, then the gradient of a random linear function of both in each state.
+
+    The function's weights are rounded to `dtype` (default: that of the states) whatever it is evaluated in.
+    """
+    dtype = states[0].dtype if dtype is None else dtype
     states = [tensor.detach().requires_grad_() for tensor in states]
     outputs = call(*states)
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
+    weights = [torch.randn(output.shape, generator=generator).to(dtype).to(output) for output in outputs]
     # A row without keys has lse -inf, which no gradient reaches.
     terms = [
         (output.masked_fill(output.isinf(), 0) * weight).sum() for output, weight in zip(outputs, weights, strict=True)
@@ -73,7 +79,7 @@ def compare(kernel: Callable, reference: Callable, states: list[torch.Tensor]) -
     """Hold the kernel's outputs and gradients to the error budget; return them."""
     actual = evaluate(kernel, states)
     low = evaluate(reference, states)
-    exact = evaluate(reference, [tensor.double() for tensor in states])
+    exact = evaluate(reference, [tensor.double() for tensor in states], states[0].dtype)
     names = ("output", "lse", "grad query", "grad key", "grad value", "grad sink")
     for name, *triple in zip(names, actual, low, exact, strict=False):
         assert_within_reference_error(*triple, name=name)

@@ -44,7 +44,7 @@ def test_rows(kind):
     check(states, draw(states, 3), ROW_KINDS[kind])
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (8, 1), (64, 1)], ids=["1", "3", "8", "64"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1), (64, 1)], ids=["1", "3", "8", "64"])
 def test_group_sizes_C01(heads, kv_heads):
     states = make_states(9, 40, heads=heads, kv_heads=kv_heads, sink=True)
     check(states, draw(states, 2))
