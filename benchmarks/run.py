@@ -1,0 +1,65 @@
+"""Measure the operations beside their baselines, print a table, write JSON.
+
+python benchmarks/run.py [--ops oracle,block_sparse,window] [--shapes g4,g16] [--lengths 8192,32768] [--output FILE]
+
+A row is printed only if its operation was right in this run. The package must be installed (`pip install -e .`).
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import bench_block_sparse
+import bench_oracle
+import bench_window
+import torch
+from registry import SHAPES, Baselines, Row, describe
+
+
+OPERATIONS = {
+    "oracle": bench_oracle.measure,
+    "block_sparse": bench_block_sparse.measure,
+    "window": bench_window.measure,
+}
+
+
+def print_row(row: Row) -> None:
+    """One line of the table, or the reason why there is none."""
+    variant = row.index_set or row.extra.get("variant", "")
+    name = f"{row.op:<13}{row.passed_over:<17}{row.shape:<5}{row.n:>7}  {variant:<11}"
+    if not row.check_passed:
+        print(f"{name} withheld: its check failed", flush=True)
+        return
+    baseline = f"{row.baseline_ms:10.3f} {row.ratio:7.3f}  {row.baseline}" if row.baseline_ms else ""
+    print(f"{name}{row.ms:10.3f}{baseline}", flush=True)
+
+
+def main() -> int:
+    """Run what the command line names; return 1 if any check failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", default=",".join(OPERATIONS))
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--lengths", default="8192,32768,131072")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    header = describe()
+    print(", ".join(f"{key} {value}" for key, value in header.items()))
+    print(f"{'op':<13}{'pass':<17}{'shape':<5}{'n':>7}  {'set':<11}{'ms':>10}{'base ms':>10}{'ratio':>8}")
+    rows = []
+    baselines = Baselines()
+    for length in arguments.lengths.split(","):
+        for shape in arguments.shapes.split(","):
+            for operation in arguments.ops.split(","):
+                for row in OPERATIONS[operation](shape, int(length), baselines):
+                    print_row(row)
+                    rows.append(row)
+                torch.cuda.empty_cache()
+                if arguments.output:
+                    content = {**header, "rows": [row.as_json() for row in rows]}
+                    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                    arguments.output.write_text(json.dumps(content, indent=1) + "\n")
+    return int(not all(row.check_passed for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
