@@ -30,7 +30,7 @@ def convert(
     gate_granularity: Literal["elementwise", "headwise"] = "elementwise",
     init: str = "fitted",
     calibrate: Sequence[str | Path] | str | Path | torch.Tensor | None = None,
-    calibration_tokens: int = 8192,
+    calibration_tokens: int = 4096,
     calibration_length: int = 2048,
     dtype: str | torch.dtype | None = None,
     dry_run: bool = False,
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate", nargs="+", metavar="FILE", help="text to fit on; without it the source samples its own"
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, default=8192, metavar="N", help="in all (default: %(default)s)"
+        "--calibration-tokens", type=int, default=4096, metavar="N", help="in all (default: %(default)s)"
     )
     parser.add_argument(
         "--calibration-length", type=int, default=2048, metavar="N", help="per window (default: %(default)s)"

@@ -6,9 +6,14 @@ output Y, the window's output o and its log-sum-exp z, all without a sink,
 
     sink = argmin over b of  sum over t >= window of  |Y_t - sigmoid(z_t - b) o_t|^2
 
+On SmolLM2-135M-Instruct (regular plan, window 128, 8,192 tokens of two manuals) this takes the relative error of the
+window branch's heads from 0.94 to 0.37, the mean of 21 layers; the window then keeps 51 % of the mass.
+
 The sink of the global branch has no such target: the selected keys belong to another layer, and the best that its
 output can do for this one at the start is nearly nothing. A fit would close the branch, which has to learn from there.
 So it is set where it takes a tenth of the mass at the median position: the branch is open, the sink has a gradient.
+With the gate at 0.05 the choice hardly shows at the start: a sink of 0 gives KL 0.725 and 0.434 on two texts, this
+one 0.722 and 0.432 (2,048 tokens, budget 512).
 """
 
 import copy

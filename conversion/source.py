@@ -272,7 +272,7 @@ class GgufSource:
     def _load(self, auto_class, **options):
         try:
             return auto_class.from_pretrained(self.path.parent, gguf_file=self.path.name, **options)
-        except (ValueError, KeyError, IndexError, OSError, EOFError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, OSError, EOFError) as error:
             raise ValueError(
                 f"{self.path.name} must be a complete GGUF file of an architecture that transformers reads, got: "
                 f"{error}; fetch it again, or convert the original checkpoint."
