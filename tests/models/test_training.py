@@ -195,6 +195,22 @@ class TestAutocast:
             assert grad.isfinite().all(), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("value", "open_gate"), [(1e4, True), (-1e4, False)], ids=["open", "shut"])
+def test_gates_saturate_without_nan_C25(dtype, value, open_gate):
+    model = tiny_model(dtype, layer_plan=["full", "sparse"], initializer_range=0.05).train()
+    attention = model.model.layers[1].self_attn
+    with torch.no_grad():
+        for branch in ("global", "local"):
+            getattr(attention, f"gate_{branch}_proj").bias.fill_(value)
+    inputs = []
+    attention.o_proj.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    model(ROW, labels=ROW, use_cache=False).loss.backward()
+    assert bool((inputs[0] != 0).any()) is open_gate
+    for name, grad in gradients(model).items():
+        assert grad.isfinite().all(), name
+
+
 LENGTHS = [33, 12, 25, 40, 8, 36, 17, 29]
 
 
