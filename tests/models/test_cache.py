@@ -64,14 +64,15 @@ def filled(model, padded=False, length=40, batch=3):
     return ids, mask, cache
 
 
-def continues_right(model, ids, mask, cache, new=(5, 1, 1), seed=9):
-    """More tokens on the cache give what each row gives alone."""
+def continues_right(model, ids, mask, cache, new=(5, 1, 1), seed=9, pass_mask=True):
+    """More tokens on the cache give what each row gives alone; without a mask the cache knows its rows itself."""
     more = draw_ids(len(ids), sum(new), seed=seed)
     longer = torch.cat([ids, more], dim=1)
     whole = torch.ones_like(longer)
     if mask is not None:
         whole[:, : ids.shape[1]] = mask
-    logits, cache = run_in_chunks(model, more, new, None if mask is None else whole, cache=cache)
+    passed = whole if pass_mask and mask is not None else None
+    logits, cache = run_in_chunks(model, more, new, passed, cache=cache)
     for row in range(len(ids)):
         tokens = longer[row][whole[row].bool()]
         assert_same_logits(logits[row], logits_alone(model, tokens)[-more.shape[1] :])
@@ -550,7 +551,10 @@ def test_rows_of_the_cache_move_together(switch, method, argument, rows, cropped
     ids = ids[:, : 40 - cropped]
     mask = None if mask is None else mask[:, : 40 - cropped]
     getattr(cache, method)(argument)
-    continues_right(model, ids[rows], None if mask is None else mask[rows], cache)
+    mask = None if mask is None else mask[rows]
+    twin = cache.fork()
+    continues_right(model, ids[rows], mask, cache)
+    continues_right(model, ids[rows], mask, twin, pass_mask=False)
 
 
 @padded_or_not
