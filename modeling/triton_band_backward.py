@@ -206,6 +206,7 @@ def _band_dkdv_kernel(
     dv_ptr,
     start_ptr,
     first_ptr,
+    ends_ptr,
     stride_qb,
     stride_qh,
     stride_qm,
@@ -248,6 +249,8 @@ def _band_dkdv_kernel(
     step_end = q_len
     if HAS_WINDOW:
         step_end = tl.minimum(q_len, column + BLOCK_N - 1 + window - start)
+    if HAS_FIRST:
+        step_end = tl.minimum(step_end, tl.load(ends_ptr + batch * tl.num_programs(0) + tl.program_id(0)))
     tile_end = tl.maximum(tile_begin, tl.cdiv(tl.maximum(step_end, 0), TILE_Q))
     plain_begin = tile_end
     if not HAS_WINDOW and not HAS_FIRST:
@@ -295,6 +298,18 @@ def store_key_gradient(base_ptr, states, row, columns, kv_len, DIM: tl.constexpr
     offsets = (row.to(tl.int64) * kv_len + columns) * DIM
     mask = (columns < kv_len)[:, None] & (dims < DIM)[None, :]
     tl.store(base_ptr + offsets[:, None] + dims[None, :], states.to(base_ptr.dtype.element_ty), mask=mask)
+
+
+def _last_readers(
+    first_key: torch.Tensor | None, batch: int, q_len: int, kv_len: int, block_n: int
+) -> torch.Tensor | None:
+    """One past the last query whose document begins at or before each tile of keys: `(batch, tiles)`, int32."""
+    if first_key is None:
+        return None
+    # The least beginning from a query on never falls, whatever the order of the documents.
+    least = first_key.expand(batch, q_len).flip(-1).cummin(-1).values.flip(-1).contiguous()
+    last_columns = torch.arange(block_n - 1, kv_len + block_n - 1, block_n, device=first_key.device)
+    return torch.searchsorted(least, last_columns.to(least.dtype).expand(batch, -1).contiguous(), right=True).int()
 
 
 def band_backward(
@@ -376,6 +391,7 @@ def band_backward(
             delta,
             dk,
             dv,
+            ends_ptr=_last_readers(first_key, batch, q_len, kv_len, block_n),
             kv_len=kv_len,
             TILE_Q=tile_q,
             BLOCK_M=block_m,

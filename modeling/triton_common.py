@@ -326,6 +326,7 @@ def check_supported(query, key, value, *, scaling, rows, return_weights=False) -
         (len(kinds) == 1 and kinds <= set(DTYPES), f"one of {DTYPES} for query, key and value, got {kinds}"),
         (max(dims) <= 256, f"head dimensions up to 256, got {dims}"),
         (group <= 64, f"at most 64 heads per KV head, got {group}"),
+        (query.shape[0] * key.shape[1] <= 65535, "at most 65535 KV heads in all rows"),
         (scaling > 0, f"a positive `scaling`, got {scaling}"),
         (rows.visibility is None, "`rows` without `visibility`"),
         (not return_weights, "`return_weights=False`"),
