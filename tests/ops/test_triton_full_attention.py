@@ -91,7 +91,7 @@ def test_reductions_and_block_sizes(block_reduction, block_size):
     check(make_states(10, 280, heads=3, head_dim=24, v_head_dim=40), **options)
 
 
-@pytest.mark.parametrize(("first", "local"), [(1, 0), (0, 1), (2, 2)])
+@pytest.mark.parametrize(("first", "local"), [(1, 0), (0, 1), (2, 1)])
 def test_forced_blocks(first, local):
     check(make_states(60), n_selected=3, forced_first_blocks=first, forced_local_blocks=local)
 
