@@ -2,10 +2,13 @@
 
 python benchmarks/run.py [--ops oracle,block_sparse,window] [--shapes g4,g16] [--lengths 8192,32768] [--output FILE]
 
+With `--output results.json` a plot is drawn into `results.png` where matplotlib is installed.
+
 A row is printed only if its operation was right in this run. The package must be installed (`pip install -e .`).
 """
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 
@@ -58,6 +61,10 @@ def main() -> int:
                     content = {**header, "rows": [row.as_json() for row in rows]}
                     arguments.output.parent.mkdir(parents=True, exist_ok=True)
                     arguments.output.write_text(json.dumps(content, indent=1) + "\n")
+    if arguments.output and importlib.util.find_spec("matplotlib"):
+        from plot import draw
+
+        draw([arguments.output], arguments.output.with_suffix(".png"))
     return int(not all(row.check_passed for row in rows))
 
 
