@@ -150,7 +150,7 @@ class FolderSource:
     def tensor(self, key: str) -> torch.Tensor:
         """One tensor."""
         with self._opened(self.tensors[key].file) as opened:
-            return opened.tensor(key).clone()
+            return opened.tensor(key)
 
     def save_companions(self, folder: Path) -> None:
         """Copy tokenizer, chat template and licence."""
