@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "reference", "triton")
 
 # The loader of checkpoints copies only files that it finds in literal imports, so back ends are imported by name.
-_REFERENCE = {
+_REFERENCE: dict[str, Callable[..., tuple]] = {
     "full_attention_with_oracle": full_attention_reference,
     "block_sparse_attention": block_sparse_reference,
     "sliding_window_attention": sliding_window_reference,
@@ -146,6 +146,11 @@ def full_attention_with_oracle(
     _check_choice("head_reduction", head_reduction, ("max", "mean"))
     _check_at_least("block_size", block_size, 1)
     _check_at_least("n_selected", n_selected, 0)
+    if n_selected and forced_first_blocks + forced_local_blocks > n_selected:
+        raise ValueError(
+            f"`forced_first_blocks` + `forced_local_blocks` must be at most `n_selected` ({n_selected}), got "
+            f"{forced_first_blocks} + {forced_local_blocks}; force fewer or select more."
+        )
     results = _run(
         backend,
         "full_attention_with_oracle",
@@ -201,10 +206,10 @@ def block_sparse_attention(
     _check_at_least("block_size", block_size, 1)
     _check_at_least("window", window, 0)
     expected = (query.shape[0], key.shape[1], query.shape[2])
-    if indices.dim() != 4 or indices.shape[:3] != expected:
+    if indices.dim() != 4 or indices.shape[:3] != expected or indices.is_floating_point():
         raise ValueError(
-            f"`indices` must have shape (batch, kv_heads, q_len, n) = ({', '.join(map(str, expected))}, n), got "
-            f"{tuple(indices.shape)}; pass the indices that the full layer returned for these queries."
+            f"`indices` must be integers (batch, kv_heads, q_len, n) = ({', '.join(map(str, expected))}, n), got "
+            f"{tuple(indices.shape)} of {indices.dtype}; pass what the full layer returned for these queries."
         )
     results = _run(
         backend,
@@ -328,6 +333,8 @@ def _check_states(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
             f"`query` heads must be a multiple of `key` heads, got {heads} and {key.shape[1]}; each KV head serves "
             "the same number of query heads."
         )
+    if q_len < 1:
+        raise ValueError("`query` must hold at least one token, got none; give the tokens to attend from.")
     if key.shape[2] < q_len:
         raise ValueError(
             f"`key` must hold at least the queries' own tokens ({q_len}), got {key.shape[2]}; pass cached and new "

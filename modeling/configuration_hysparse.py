@@ -4,7 +4,7 @@ Keep this file free of relative imports and of registrations: a checkpoint folde
 """
 
 import copy
-from typing import Any, Literal
+from typing import Any
 
 import transformers
 
@@ -21,7 +21,12 @@ from transformers.configuration_utils import PreTrainedConfig  # noqa: E402
 
 
 LAYER_KINDS = ("full", "sparse", "window")
-WINDOW_BRANCHES = ("own", "shared_kv", "none", "merged_shared", "merged_own")
+CHOICES = {
+    "oracle_block_reduction": ("max", "sum"),
+    "oracle_head_reduction": ("max", "mean"),
+    "gate_granularity": ("elementwise", "headwise", "none"),
+    "window_branch": ("own", "shared_kv", "none", "merged_shared", "merged_own"),
+}
 ROPE_TYPES_WITH_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 
 
@@ -114,12 +119,12 @@ class HySparseConfig(PreTrainedConfig):
     sparse_layers_per_full: int = 3
     oracle_block_size: int = 64
     oracle_budget: int = 1024
-    oracle_block_reduction: Literal["max", "sum"] = "max"
-    oracle_head_reduction: Literal["max", "mean"] = "max"
+    oracle_block_reduction: str = "max"
+    oracle_head_reduction: str = "max"
     oracle_forced_first_blocks: int = 0
     oracle_forced_local_blocks: int = 0
     sliding_window: int = 128
-    gate_granularity: Literal["elementwise", "headwise", "none"] = "elementwise"
+    gate_granularity: str = "elementwise"
     attention_sink: bool = True
     full_layer_gate: bool = False
     window_layer_gate: bool = False
@@ -209,8 +214,11 @@ class HySparseConfig(PreTrainedConfig):
             )
 
     def _check_switches(self) -> None:
-        if self.window_branch not in WINDOW_BRANCHES:
-            raise ValueError(f"`window_branch` must be one of {WINDOW_BRANCHES}, got {self.window_branch!r}.")
+        for field, choices in CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise ValueError(
+                    f"`{field}` must be one of {choices}, got {getattr(self, field)!r}; use one of these."
+                )
         if not self.share_full_kv and self.window_branch in ("shared_kv", "merged_shared"):
             raise ValueError(
                 f"`window_branch={self.window_branch!r}` reads the full layer's keys and values, which "

@@ -1,6 +1,6 @@
 """HySparse, first generation (arXiv:2602.03560): full layers choose key blocks, sparse layers read them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from .cache_hysparse import HySparseCache
 from .compat_transformers import CACHE_ARGUMENT, accepts_cache_names, cache_of, checkpointing_is_active, with_cache
 from .configuration_hysparse import HySparseConfig
 from .layers_hysparse import HySparseMLP, HySparseRMSNorm, HySparseRotaryEmbedding, Rotation, rotate
-from .rows_hysparse import Rows, TokenLayout, layout_of_length, layout_of_mask
+from .rows_hysparse import PLAIN_ROWS, Rows, TokenLayout, layout_of_length, layout_of_mask
 
 
 # Query, key and value of one branch.
@@ -365,46 +365,36 @@ class HySparseModel(HySparsePreTrainedModel):
                 f"{len(cache)}; make it from this model's config."
             )
 
-    def _layout(
-        self, states: torch.Tensor, attention_mask, position_ids, cu_seqlens, cache: HySparseCache | None
-    ) -> TokenLayout:
-        """Where the new tokens stand; raises `ValueError` for masks and packing that cannot be what was meant."""
+    def _masked_layout(
+        self, states: torch.Tensor, attention_mask, cu_seqlens, cache: HySparseCache | None
+    ) -> TokenLayout | None:
+        """The layout that a mask describes, if there is one; `ValueError` for a mask that cannot be what was meant."""
+        if not isinstance(attention_mask, torch.Tensor):
+            return None
         (batch, q_len), device = states.shape[:2], states.device
         past = cache.get_seq_length() if cache is not None else 0
-        if isinstance(attention_mask, torch.Tensor):
-            rows, length = attention_mask.shape[0], attention_mask.shape[-1]
-            is_one_for_all = attention_mask.dim() == 4 and rows == 1
-            fits = length == past + q_len and (rows == batch or is_one_for_all)
-            if attention_mask.dim() not in (2, 4) or not fits:
-                raise ValueError(
-                    f"`attention_mask` must be ({batch}, {past + q_len}) or ({batch} or 1, 1 or heads, {q_len}, "
-                    f"{past + q_len}): {past} cached and {q_len} new tokens; got {tuple(attention_mask.shape)}. "
-                    "Pass the mask of all tokens, cached ones included."
-                )
-            if cu_seqlens is not None:
-                raise ValueError(
-                    "`attention_mask` and `cu_seq_lens_q` both say where rows begin, got both; leave out the mask: "
-                    "packed documents have no padding."
-                )
-            if attention_mask.dim() == 2:
-                return layout_of_mask(attention_mask.to(device), q_len)
-            if cache is not None and cache.row_counts is not None:
-                raise ValueError(
-                    f"a 4-D `attention_mask` counts slots, but the `{CACHE_ARGUMENT}` holds rows that came with a "
-                    "(batch, length) mask and are stored without their padding; keep to one kind of mask per cache."
-                )
-            return layout_of_length(past, q_len, device, Rows(visibility=_visibility(attention_mask.to(device))))
-        packed = packed_rows(position_ids, cu_seqlens, q_len)
-        if packed is None:
-            return layout_of_length(0, q_len, device) if cache is None else cache.layout_without_mask(q_len, device)
-        if cache is None:
-            return layout_of_length(0, q_len, device, packed)
-        if restarts(packed):
+        rows, length = attention_mask.shape[0], attention_mask.shape[-1]
+        is_one_for_all = attention_mask.dim() == 4 and rows == 1
+        fits = length == past + q_len and (rows == batch or is_one_for_all)
+        if attention_mask.dim() not in (2, 4) or not fits:
             raise ValueError(
-                f"packed documents (restarting `position_ids` or `cu_seq_lens_q`) cannot be added to a "
-                f"`{CACHE_ARGUMENT}`; leave it out, or give each document a row of its own."
+                f"`attention_mask` must be ({batch}, {past + q_len}) or ({batch} or 1, 1 or heads, {q_len}, "
+                f"{past + q_len}): {past} cached and {q_len} new tokens; got {tuple(attention_mask.shape)}. "
+                "Pass the mask of all tokens, cached ones included."
             )
-        return cache.layout_without_mask(q_len, device)
+        if cu_seqlens is not None:
+            raise ValueError(
+                "`attention_mask` and `cu_seq_lens_q` both say where rows begin, got both; leave out the mask: "
+                "packed documents have no padding."
+            )
+        if attention_mask.dim() == 2:
+            return layout_of_mask(attention_mask.to(device), q_len)
+        if cache is not None and cache.row_counts is not None:
+            raise ValueError(
+                f"a 4-D `attention_mask` counts slots, but the `{CACHE_ARGUMENT}` holds rows that came with a "
+                "(batch, length) mask and are stored without their padding; keep to one kind of mask per cache."
+            )
+        return layout_of_length(past, q_len, device, Rows(visibility=_visibility(attention_mask.to(device))))
 
     @accepts_cache_names
     @merge_with_config_defaults
@@ -428,7 +418,7 @@ class HySparseModel(HySparsePreTrainedModel):
             attention_mask (`torch.Tensor`, *optional*): `(batch, cached + q_len)`, 0 at padding, which may stand
                 anywhere; or `(batch, 1 or heads, q_len, cached + q_len)`, a caller's own visibility.
             position_ids (`torch.LongTensor`, *optional*): rotary positions `(batch or 1, q_len)`; default: content
-                positions. Where they restart, without a mask, a packed document begins.
+                positions. Where they restart a packed document begins.
             cache (`HySparseCache`, *optional*): also under this version's other name. A cache that is given is
                 read and extended whatever `use_cache` says.
             use_cache (`bool`, *optional*): make a cache when none is given. Packed input makes none.
@@ -446,13 +436,27 @@ class HySparseModel(HySparsePreTrainedModel):
                 f"`{CACHE_ARGUMENT}` cannot be used with gradient checkpointing while gradients are on: the backward "
                 "pass would write into it again; leave it out, or use torch.no_grad()."
             )
+        q_len, device = inputs_embeds.shape[1], inputs_embeds.device
+        if position_ids is not None and position_ids.shape[1:] != (q_len,):
+            raise ValueError(
+                f"`position_ids` must be (batch or 1, {q_len}), one per new token, got {tuple(position_ids.shape)}."
+            )
         cu_seqlens = kwargs.get("cu_seq_lens_q")
-        if use_cache and cache is None:
-            packed = packed_rows(position_ids, cu_seqlens, inputs_embeds.shape[1]) if attention_mask is None else None
-            if packed is None or not restarts(packed):
-                cache = HySparseCache(self.config)
-
-        layout = self._layout(inputs_embeds, attention_mask, position_ids, cu_seqlens, cache)
+        layout = self._masked_layout(inputs_embeds, attention_mask, cu_seqlens, cache)
+        documents = packed_rows(position_ids, cu_seqlens, q_len, layout)
+        if cache is not None and documents is not None and restarts(documents, while_tracing=False):
+            raise ValueError(
+                f"packed documents (restarting `position_ids` or `cu_seq_lens_q`) cannot be added to a "
+                f"`{CACHE_ARGUMENT}`; leave it out, or give each document a row of its own."
+            )
+        if use_cache and cache is None and (documents is None or not restarts(documents, while_tracing=True)):
+            cache, documents = HySparseCache(self.config), None
+        if layout is None and cache is not None:
+            layout = cache.layout_without_mask(q_len, device)
+        elif layout is None:
+            layout = layout_of_length(0, q_len, device, documents or PLAIN_ROWS)
+        elif cache is None and documents is not None:
+            layout = replace(layout, rows=documents)
         if cache is not None and layout.past and inputs_embeds.shape[1] > 1:
             # Decoding only adds to the mask, and is spared the look at it.
             cache.check_rows(layout)
@@ -559,24 +563,36 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
 
 
-def packed_rows(position_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None, q_len: int) -> Rows | None:
-    """Rows as packed documents, where `cu_seq_lens_q` or several `position_ids` may say so; else None."""
+def packed_rows(
+    position_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None, q_len: int, masked: TokenLayout | None
+) -> Rows | None:
+    """Rows as packed documents, where `cu_seq_lens_q` or several `position_ids` may say so; else None.
+
+    Args:
+        masked (`TokenLayout`, *optional*): of a mask; documents then begin among the visible tokens.
+    """
     if cu_seqlens is not None:
         return Rows.from_cu_seqlens(cu_seqlens, q_len)
     if position_ids is None or q_len == 1:
         return None
-    return Rows.from_position_ids(position_ids)
+    if masked is None:
+        return Rows.from_position_ids(position_ids)
+    if masked.order is None:
+        return None
+    documents = Rows.from_position_ids(position_ids.expand_as(masked.order).gather(1, masked.order))
+    is_token = torch.arange(q_len, device=masked.order.device) < masked.new_counts[:, None]
+    return Rows(first_key=torch.where(is_token, documents.first_key, 0))
 
 
-def restarts(rows: Rows) -> bool:
-    """Whether there is more than one document. Reads the data; while tracing, when it cannot, it says yes."""
-    return torch.compiler.is_compiling() or bool(rows.first_key.any())
+def restarts(rows: Rows, while_tracing: bool) -> bool:
+    """Whether there is more than one document. Reads the data, or answers `while_tracing` when it cannot."""
+    return while_tracing if torch.compiler.is_compiling() else bool(rows.first_key.any())
 
 
 def _visibility(attention_mask: torch.Tensor) -> torch.Tensor:
-    """A 4-D mask as bool: additive float masks hide where they are as low as half the lowest value."""
+    """A 4-D mask as bool: additive float masks hide with -10,000 or less, which no bias reaches."""
     if attention_mask.is_floating_point():
-        return attention_mask > torch.finfo(attention_mask.dtype).min / 2
+        return attention_mask > -1e4
     return attention_mask.bool()
 
 

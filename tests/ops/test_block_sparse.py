@@ -350,5 +350,5 @@ class TestArgumentErrors:
         "shape", [(1, 2, 5, 3), (2, 1, 5, 3), (1, 1, 4, 3), (1, 1, 5)], ids=["heads", "batch", "queries", "rank"]
     )
     def test_shape_of_indices(self, shape):
-        with pytest.raises(ValueError, match="`indices` must have shape"):
+        with pytest.raises(ValueError, match="`indices` must be integers"):
             attend(random_states(5), torch.zeros(shape, dtype=torch.int32))
