@@ -337,7 +337,8 @@ class HySparseCache(DynamicCache):
 
     def check_rows(self, layout: TokenLayout) -> None:
         """Raise `ValueError` where a mask hides more cached tokens than windows can undo. Reads the data."""
-        window = next((layer for layer in self.layers if layer.is_sliding and layer.is_initialized), None)
+        windows = (layer for layer in self.layers if isinstance(layer, WindowLayer) and layer.is_initialized)
+        window = next(windows, None)
         if window is None or layout.past_counts is None or torch.compiler.is_compiling():
             return
         if bool(window.lacks_tokens(layout.past_counts).any()):
