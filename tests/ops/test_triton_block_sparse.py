@@ -89,6 +89,8 @@ def test_what_lies_past_a_short_row_does_not_leak():
     rows = ROW_KINDS["unequal_rows"]
     states = make_states(40, 70, batch=2)
     indices = draw(states, 3)
+    # The last query of the short row reads the block that holds its own column and the rest.
+    indices[1, :, 39, 0] = 3
     before = evaluate(call("triton", indices, rows), states)
     states[1][1, :, 49:] = states[2][1, :, 49:] = float("nan")
     after = evaluate(call("triton", indices, rows), states)
