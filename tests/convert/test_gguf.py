@@ -124,6 +124,6 @@ def test_real_checkpoint_equals_its_source_on_real_text(convert_naive):
     path = real_file()
     out = convert_naive(path, plan="0,3,8,14,15,18,20,24,29", budget=512, block_size=64, window=128)
     tokenizer = AutoTokenizer.from_pretrained(out)
-    ids = tokenizer(importlib.metadata.__doc__ + pytest.__doc__ + json.__doc__, return_tensors="pt").input_ids[:, :512]
+    ids = tokenizer(json.__doc__, return_tensors="pt").input_ids[:, :512]
     assert weight_faults(path, out) == []
     assert dense_difference(path, out, ids) < 2e-4
