@@ -198,8 +198,8 @@ def main() -> None:
         convert(checkpoint, folders[name], plan=plan, budget=CONVERSION_BUDGET, calibrate=calibration)
         difference = dense_difference(teacher, folders[name], window[:512][None])
         scale = teacher_window.abs().max().item()
-        print(f"dense=True against the source: logits differ by at most {difference:.1e} ({difference / scale:.1e} of")
-        print(f"the largest), float32, {512} tokens")
+        print(f"dense=True against the source, 512 tokens, float32: logits differ by at most {difference:.1e},")
+        print(f"which is {difference / scale:.1e} of the largest log probability")
         rows[f"student, {name} plan, step 0"] = quality(load_student(folders[name]), window, teacher_window)
 
     student = load_student(folders["measured"], oracle_budget=TRAIN_BUDGET)
