@@ -354,7 +354,11 @@ class HySparseCache(DynamicCache):
             self.row_counts = layout.past_counts + layout.new_counts
 
     def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
+        _check_crop(tokens_to_remove, self.get_seq_length())
+        for layer in self.layers:
+            # A draft that leaves the model early fills the first layers only.
+            if layer.is_initialized:
+                layer.crop(tokens_to_remove)
         if self.row_counts is not None:
             # Without its mask the removed part counts as tokens; the next mask, if there is one, says better.
             self.row_counts = (self.row_counts + tokens_to_remove).clamp(min=0)

@@ -23,7 +23,7 @@ from .cache_hysparse import HySparseCache
 from .compat_transformers import CACHE_ARGUMENT, accepts_cache_names, cache_of, checkpointing_is_active, with_cache
 from .configuration_hysparse import HySparseConfig
 from .layers_hysparse import HySparseMLP, HySparseRMSNorm, HySparseRotaryEmbedding, Rotation, rotate
-from .rows_hysparse import PLAIN_ROWS, Rows, TokenLayout, layout_of_length, layout_of_mask
+from .rows_hysparse import PLAIN_ROWS, Rows, TokenLayout, layout_of_length, layout_of_mask, packed_rows
 
 
 # Query, key and value of one branch.
@@ -359,18 +359,23 @@ class HySparseModel(HySparsePreTrainedModel):
                 f"`{CACHE_ARGUMENT}` must be a HySparseCache, got {type(cache).__name__}; pass "
                 "`HySparseCache(model.config)`, or leave it out and use the one in the output."
             )
-        if cache is not None and len(cache) != self.config.num_hidden_layers:
+        if cache is not None and len(cache) != len(self.layers):
             raise ValueError(
-                f"`{CACHE_ARGUMENT}` must have one layer per model layer ({self.config.num_hidden_layers}), got "
-                f"{len(cache)}; make it from this model's config."
+                f"`{CACHE_ARGUMENT}` must have one layer per model layer ({len(self.layers)}), got {len(cache)}; make "
+                "it from this model's config."
             )
 
     def _masked_layout(
         self, states: torch.Tensor, attention_mask, cu_seqlens, cache: HySparseCache | None
     ) -> TokenLayout | None:
         """The layout that a mask describes, if there is one; `ValueError` for a mask that cannot be what was meant."""
-        if not isinstance(attention_mask, torch.Tensor):
+        if attention_mask is None:
             return None
+        if not isinstance(attention_mask, torch.Tensor):
+            raise TypeError(
+                f"`attention_mask` must be a tensor, got {type(attention_mask).__name__}; pass the tokenizer's mask "
+                "with `return_tensors='pt'`."
+            )
         (batch, q_len), device = states.shape[:2], states.device
         past = cache.get_seq_length() if cache is not None else 0
         rows, length = attention_mask.shape[0], attention_mask.shape[-1]
@@ -424,7 +429,8 @@ class HySparseModel(HySparsePreTrainedModel):
             use_cache (`bool`, *optional*): make a cache when none is given. Packed input makes none.
             output_selected_indices (`bool`): also return each full layer's selected blocks.
         Raises:
-            ValueError: inputs that contradict each other. TypeError: a cache of another class.
+            ValueError: inputs that contradict each other.
+            TypeError: a cache of another class, or a mask that is no tensor.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of `input_ids` and `inputs_embeds` must be given; pass one of them.")
@@ -464,7 +470,9 @@ class HySparseModel(HySparsePreTrainedModel):
         hidden_states = inputs_embeds
         shared: tuple[torch.Tensor | None, ...] = (None, None, None)
         selected = []
-        for kind, layer in zip(self.config.layer_plan, self.layers, strict=True):
+        # Self-speculation (`assistant_early_exit`) lowers the number of layers for the time of a draft.
+        layers = list(zip(self.config.layer_plan, self.layers, strict=True))[: self.config.num_hidden_layers]
+        for kind, layer in layers:
             hidden_states, *given = layer(
                 hidden_states,
                 *shared,
@@ -561,27 +569,6 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
             model_kwargs[CACHE_ARGUMENT] = cache
             return None
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-
-
-def packed_rows(
-    position_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None, q_len: int, masked: TokenLayout | None
-) -> Rows | None:
-    """Rows as packed documents, where `cu_seq_lens_q` or several `position_ids` may say so; else None.
-
-    Args:
-        masked (`TokenLayout`, *optional*): of a mask; documents then begin among the visible tokens.
-    """
-    if cu_seqlens is not None:
-        return Rows.from_cu_seqlens(cu_seqlens, q_len)
-    if position_ids is None or q_len == 1:
-        return None
-    if masked is None:
-        return Rows.from_position_ids(position_ids)
-    if masked.order is None:
-        return None
-    documents = Rows.from_position_ids(position_ids.expand_as(masked.order).gather(1, masked.order))
-    is_token = torch.arange(q_len, device=masked.order.device) < masked.new_counts[:, None]
-    return Rows(first_key=torch.where(is_token, documents.first_key, 0))
 
 
 def restarts(rows: Rows, while_tracing: bool) -> bool:

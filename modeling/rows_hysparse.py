@@ -178,3 +178,24 @@ def layout_of_length(past: int, q_len: int, device: torch.device, rows: Rows = P
     columns = torch.arange(past, past + q_len, device=device)[None]
     positions = columns if rows.first_key is None else columns - rows.first_key
     return TokenLayout(positions=positions, past=past, rows=rows)
+
+
+def packed_rows(
+    position_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None, q_len: int, masked: TokenLayout | None
+) -> Rows | None:
+    """Rows as packed documents, where `cu_seq_lens_q` or several `position_ids` may say so; else None.
+
+    Args:
+        masked (`TokenLayout`, *optional*): of a mask; documents then begin among the visible tokens.
+    """
+    if cu_seqlens is not None:
+        return Rows.from_cu_seqlens(cu_seqlens, q_len)
+    if position_ids is None or q_len == 1:
+        return None
+    if masked is None:
+        return Rows.from_position_ids(position_ids)
+    if masked.order is None:
+        return None
+    documents = Rows.from_position_ids(position_ids.expand_as(masked.order).gather(1, masked.order))
+    is_token = torch.arange(q_len, device=masked.order.device) < masked.new_counts[:, None]
+    return Rows(first_key=torch.where(is_token, documents.first_key, 0))

@@ -228,6 +228,11 @@ class TestContradictions:
         with pytest.raises(ValueError, match=r"`attention_mask` must be \(2, 40\)"):
             tiny_model()(draw_ids(2, 40), attention_mask=torch.ones(shape), use_cache=False)
 
+    @pytest.mark.parametrize("mask", [[[1] * 40], {"full_attention": torch.ones(1, 1, 40, 40)}], ids=["list", "dict"])
+    def test_mask_that_is_no_tensor(self, mask):
+        with pytest.raises(TypeError, match="`attention_mask` must be a tensor"):
+            tiny_model()(ROW, attention_mask=mask)
+
     def test_one_4d_mask_serves_all_rows(self):
         model, ids = tiny_model(), draw_ids(2, 40)
         mask = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()

@@ -331,6 +331,14 @@ def test_an_assistant_model_equals_greedy(same):
     assert torch.equal(greedy(model, ids, 25, assistant_model=assistant), uncached_greedy(model, ids, 25))
 
 
+@pytest.mark.parametrize("layers", [1, 3, 5])
+def test_drafts_that_leave_the_model_early_equal_greedy(layers):
+    model, ids = tiny_model(), draw_ids(1, 20)
+    drafted = greedy(model, ids, 25, assistant_early_exit=layers)
+    assert model.config.num_hidden_layers == 6
+    assert torch.equal(drafted, uncached_greedy(model, ids, 25))
+
+
 REFUSED = ["static", "offloaded", "offloaded_static", "quantized"]
 
 
