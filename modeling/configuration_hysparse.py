@@ -166,6 +166,11 @@ class HySparseConfig(PreTrainedConfig):
                 f"`num_attention_heads` must be a multiple of `num_key_value_heads`, got {self.num_attention_heads} "
                 f"and {self.num_key_value_heads}; give each KV head the same number of query heads."
             )
+        if min(self.head_dim, self.v_head_dim) < 1:
+            raise ValueError(
+                f"`head_dim` and `v_head_dim` must be at least 1, got {self.head_dim} and {self.v_head_dim}; give "
+                "both, or leave them out for `hidden_size // num_attention_heads`."
+            )
         if self.attention_dropout:
             raise ValueError(
                 f"`attention_dropout` must be 0, got {self.attention_dropout}: the oracle's probabilities choose the "
@@ -174,7 +179,7 @@ class HySparseConfig(PreTrainedConfig):
 
     def _check_plan(self) -> None:
         plan = self.layer_plan
-        if not plan:
+        if self.num_hidden_layers < 1:
             raise ValueError(f"`num_hidden_layers` must be at least 1, got {self.num_hidden_layers}; use 1 or more.")
         unknown = sorted(set(plan) - set(LAYER_KINDS))
         if unknown:

@@ -146,6 +146,9 @@ REFUSED = {
     ),
     "rope-type": ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type"),
     "odd-head-dim": ({"head_dim": 15}, "head_dim"),
+    "no-channels": ({"head_dim": 0}, "head_dim"),
+    "no-value-channels": ({"v_head_dim": 0}, "v_head_dim"),
+    "empty-plan": ({"layer_plan": []}, "layer_plan"),
 }
 
 
