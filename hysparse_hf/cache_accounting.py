@@ -27,7 +27,7 @@ def predict_cache_bytes(
         `batch * kv_heads * (head_dim + v_head_dim) * bytes * (full layers * n + window layers * min(n, window +
         slack))`; `allocated`: the same with room to grow, an upper bound of what `measure_cache_bytes` finds.
     Raises:
-        ValueError: a configuration without a `cache_plan`, or a negative size.
+        ValueError: a configuration without a `cache_plan`, a negative size, or a name that is no dtype.
     Source: HySparse (arXiv:2602.03560), section 3.3.
     """
     plan = getattr(config, "cache_plan", None)
@@ -41,7 +41,10 @@ def predict_cache_bytes(
         raise ValueError(
             f"`batch_size`, `length` and `slack` must be at least 0, got {batch_size}, {length} and {slack}."
         )
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"`dtype` must be a torch.dtype or its name, got {dtype!r}; use for example 'bfloat16'.")
     token_bytes = batch_size * config.num_key_value_heads * (config.head_dim + config.v_head_dim) * dtype.itemsize
     kept = config.sliding_window + slack
     full, window = (plan.count(kind) * token_bytes for kind in ("full", "window"))

@@ -170,6 +170,13 @@ def test_bytes_are_counted_by_attributes_not_classes():
     expected = predict_cache_bytes(tiny_config(), 2, 50, torch.float32)
     assert predict_cache_bytes(Foreign(), 2, 50, torch.float32) == expected
     assert predict_cache_bytes(Foreign(), 2, 50, "float32") == expected
+    assert predict_cache_bytes(Foreign(), 2, 50, "torch.float32") == expected
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "nn", None])
+def test_bytes_of_what_is_no_dtype_are_an_error(dtype):
+    with pytest.raises(ValueError, match="`dtype` must be a torch.dtype or its name"):
+        predict_cache_bytes(tiny_config(), 2, 50, dtype)
 
 
 def test_a_configuration_without_a_cache_plan_is_an_error():
