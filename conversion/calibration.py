@@ -57,26 +57,41 @@ def calibration_for(
         ValueError: no tokenizer for the files, a file that is too short, or windows no longer than `window`.
         FileNotFoundError: a file does not exist.
     """
-    limit = source.load_config().max_position_embeddings
+    config = source.load_config()
+    limit = config.max_position_embeddings
     if calibrate is None:
-        result = _sampled(source, min(SAMPLED_LENGTH, limit))
-    elif isinstance(calibrate, torch.Tensor):
-        if calibrate.dim() != 2 or calibrate.is_floating_point():
-            raise ValueError(
-                f"`calibrate` as a tensor must be token ids (windows, length), got {tuple(calibrate.shape)} of "
-                f"{calibrate.dtype}."
-            )
-        result = Calibration.of(list(calibrate.cpu()), "tokens")
+        sampled = min(max(SAMPLED_LENGTH, 2 * window), limit)
+        # Sampling takes minutes; a window that no text of this length can fit is known before.
+        _check_length(sampled, window)
+        return _sampled(source, sampled)
+    if isinstance(calibrate, torch.Tensor):
+        result = _from_tokens(calibrate, config.vocab_size)
     else:
         files = [calibrate] if isinstance(calibrate, str | Path) else calibrate
         result = _from_files(source, [Path(file) for file in files], tokens, min(length, limit))
-    shortest = min(len(ids) for ids in result.windows)
+    _check_length(min(len(ids) for ids in result.windows), window)
+    return result
+
+
+def _check_length(shortest: int, window: int) -> None:
     if shortest <= window:
         raise ValueError(
             f"calibration windows must be longer than `window` ({window} tokens), got {shortest}; give longer text, "
             "a smaller window, or init='naive'."
         )
-    return result
+
+
+def _from_tokens(ids: torch.Tensor, vocab_size: int) -> Calibration:
+    if ids.dim() != 2 or ids.is_floating_point() or not len(ids):
+        raise ValueError(
+            f"`calibrate` as a tensor must be token ids (windows, length), got {tuple(ids.shape)} of {ids.dtype}."
+        )
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(
+            f"`calibrate` must hold token ids of the source (0 to {vocab_size - 1}), got {int(ids.min())} to "
+            f"{int(ids.max())}; use its own tokenizer."
+        )
+    return Calibration.of(list(ids.cpu()), "tokens")
 
 
 def _from_files(source: FolderSource | GgufSource, files: list[Path], tokens: int, length: int) -> Calibration:

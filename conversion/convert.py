@@ -66,7 +66,8 @@ def convert(
     >>> convert("SmolLM2-135M-Instruct", "SmolLM2-HySparse", calibrate=["manual.txt", "novel.txt"])  # doctest: +SKIP
     ```
     """
-    out = Path(out).expanduser()
+    # Resolved, since the finished folder takes this name: neither "." nor a link can be renamed over.
+    out = Path(out).expanduser().resolve()
     check_target(out)
     options = Options(
         ratio=ratio,

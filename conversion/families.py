@@ -148,6 +148,11 @@ UNSUPPORTED: tuple[tuple[Callable[[PreTrainedConfig, dict[str, Any]], bool], str
         "unquantised checkpoint, or a GGUF file, which is dequantised when read.",
     ),
     (
+        lambda config, raw: (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0,
+        "`partial_rotary_factor` is not 1, and the families here turn every channel of a head; remove it from "
+        "config.json if the model was trained so.",
+    ),
+    (
         lambda config, raw: config.num_attention_heads % (config.num_key_value_heads or 1) != 0,
         "`num_attention_heads` is no multiple of `num_key_value_heads`; each KV head must serve the same number.",
     ),

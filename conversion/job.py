@@ -47,7 +47,11 @@ class Options:
 
     def check(self) -> None:
         """Raise `ValueError` for what the configuration itself does not check."""
-        if len(self.gates) != 2 or not all(0 < gate < 1 for gate in self.gates):
+        if (
+            not isinstance(self.gates, tuple | list)
+            or len(self.gates) != 2
+            or not all(0 < gate < 1 for gate in self.gates)
+        ):
             raise ValueError(
                 f"`gates` must be two numbers between 0 and 1 (global, local), got {self.gates}; a gate is a sigmoid "
                 "and is never quite open or closed, so use for example 0.05 and 0.95."

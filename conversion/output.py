@@ -29,10 +29,14 @@ def check_target(out: Path) -> None:
     """Refuse a target that would be overwritten.
 
     Raises:
-        ValueError: it is a file, or a folder with something in it.
+        ValueError: it is a file, a folder with something in it, or a mount point, whose name cannot be given away.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"`out` must be a new or empty folder, got {out}, which is not; name another or remove it.")
+    if out.is_mount():
+        raise ValueError(
+            f"`out` must be a folder that can be replaced, got the mount point {out}; name one inside it."
+        )
 
 
 @contextmanager

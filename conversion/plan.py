@@ -1,5 +1,6 @@
 """Which layers stay full: the regular rule of the paper, or an explicit list."""
 
+import operator
 from collections.abc import Sequence
 
 from hysparse_hf.modeling.configuration_hysparse import regular_layer_plan
@@ -52,7 +53,7 @@ def layer_plan(plan: str | Sequence[int] | None, num_layers: int, sparse_layers_
 def _listed(plan: str | Sequence[int]) -> list[int]:
     parts = plan.split(",") if isinstance(plan, str) else plan
     try:
-        return [int(part) for part in parts]
+        return [int(part) if isinstance(part, str) else operator.index(part) for part in parts]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"`plan` must be 'regular' or a list of full layers such as 0,3,8, got {plan!r}; correct it."

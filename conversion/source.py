@@ -182,7 +182,13 @@ class FolderSource:
 
         def info(key: str) -> tuple[tuple[int, ...], torch.dtype]:
             part = handle.get_slice(key)
-            return tuple(part.get_shape()), _SAFETENSORS_DTYPES[part.get_dtype()]
+            stored = part.get_dtype()
+            if stored not in _SAFETENSORS_DTYPES:
+                raise NotImplementedError(
+                    f"{shard}: {key} must be of a dtype among {', '.join(_SAFETENSORS_DTYPES)}, got {stored}, which "
+                    "packed weights have; convert the unquantised checkpoint."
+                )
+            return tuple(part.get_shape()), _SAFETENSORS_DTYPES[stored]
 
         with handle:
             # As the tensors lie in the file, so that one pass reads forward.

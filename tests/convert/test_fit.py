@@ -161,6 +161,28 @@ def test_calibration_tensor_is_recorded_by_hash(make_source, tmp_path):
     assert records[0]["tokens_sha256"] != records[1]["tokens_sha256"]
 
 
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        (torch.zeros(0, 64, dtype=torch.long), r"token ids \(windows, length\), got \(0, 64\)"),
+        (torch.full((2, 64), 97), r"ids of the source \(0 to 96\), got 97 to 97"),
+        (torch.full((2, 64), -1), r"ids of the source \(0 to 96\), got -1 to -1"),
+    ],
+    ids=["empty", "beyond", "negative"],
+)
+def test_ids_that_the_source_does_not_have_are_refused(make_source, tmp_path, ids, match):
+    source, _ = make_source()
+    with pytest.raises(ValueError, match=match):
+        convert(source, tmp_path / "out", calibrate=ids, **SETTINGS)
+
+
+def test_a_window_longer_than_any_text_is_refused_before_sampling(make_source, monkeypatch):
+    source, _ = make_source(max_position_embeddings=30)
+    monkeypatch.setattr("hysparse_hf.conversion.calibration._sampled", None)
+    with pytest.raises(ValueError, match=r"longer than `window` \(30 tokens\), got 30"):
+        calibration_for(open_source(source), None, tokens=64, length=64, window=30)
+
+
 def test_without_text_the_source_samples_its_own_and_says_so(make_source, tmp_path, caplog):
     source, _ = make_source(max_position_embeddings=30, num_hidden_layers=3)
     with caplog.at_level("WARNING", logger="hysparse_hf.conversion.calibration"):

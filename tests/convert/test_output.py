@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,30 @@ def test_empty_target_is_filled(make_source, convert_naive, tmp_path):
     source, _ = make_source()
     (tmp_path / "out").mkdir()
     assert (convert_naive(source) / "config.json").exists()
+
+
+def test_empty_working_folder_is_filled(make_source, tmp_path, monkeypatch):
+    source, _ = make_source()
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    convert(source, ".", init="naive", window=12)
+    assert (tmp_path / "out" / "config.json").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_target_of_a_link_is_filled(make_source, convert_naive, tmp_path):
+    source, _ = make_source()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    convert_naive(source, "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "config.json").exists()
+
+
+def test_mount_point_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    with pytest.raises(ValueError, match="mount point"):
+        convert(tmp_path / "source", tmp_path)
 
 
 # Where the process is killed: a function, and how many of its calls still return.

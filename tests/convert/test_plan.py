@@ -23,7 +23,7 @@ def test_explicit_plan(plan):
     assert full_layers(layer_plan(plan, 10, 3)) == [0, 3, 8]
 
 
-@pytest.mark.parametrize("plan", ["", "0,x", [0, None], "0,,3"])
+@pytest.mark.parametrize("plan", ["", "0,x", [0, None], "0,,3", [0, 2.5]])
 def test_what_is_no_list_is_refused(plan):
     with pytest.raises(ValueError, match="'regular' or a list of full layers"):
         layer_plan(plan, 10, 3)

@@ -142,6 +142,20 @@ def test_packed_weights_are_refused_by_name(make_source, tmp_path, edit):
     assert_refused(source, tmp_path, NotImplementedError, rf"{name} \(torch\.float8")
 
 
+def test_dtype_of_packed_weights_is_refused_by_name(make_source, tmp_path, edit):
+    source, _ = make_source()
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit.tensors(source / "model.safetensors", lambda t: t.update({name: torch.zeros(80, 8, dtype=torch.uint32)}))
+    assert_refused(source, tmp_path, NotImplementedError, rf"{name} must be of a dtype .* got U32")
+
+
+def test_partial_rotation_is_refused(make_source, tmp_path, edit):
+    source, _ = make_source()
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    edit.json(source / "config.json", rope_parameters=rope)
+    assert_refused(source, tmp_path, NotImplementedError, "`partial_rotary_factor` is not 1")
+
+
 def test_folder_without_weights(make_source, tmp_path):
     source, _ = make_source()
     (source / "model.safetensors").unlink()
