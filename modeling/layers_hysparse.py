@@ -85,14 +85,17 @@ class HySparseRotaryEmbedding(nn.Module):
 
 
 def rotate(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Apply a rotary embedding to `(batch, heads, length, head_dim)`; channels beyond its width pass through."""
+    """Apply a rotary embedding to `(batch, heads, length, head_dim)`; channels beyond its width pass through.
+
+    The result has the dtype of `states`: under autocast the cosines are float32 and the projections are not.
+    """
     if rotation is None:
         return states
     cos, sin = (part.unsqueeze(1) for part in rotation)
     width = cos.shape[-1]
     turned, rest = states[..., :width], states[..., width:]
     first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    turned = (turned * cos + torch.cat((-second, first), dim=-1) * sin).to(states.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 

@@ -169,7 +169,8 @@ class HySparseAttention(nn.Module):
         dim = self.v_head_dim if norm == "" else self.head_dim
         states = projection(hidden_states).unflatten(-1, (-1, dim))
         if self.config.use_qk_norm and norm:
-            states = getattr(self, norm)(states)
+            # A float32 norm under autocast must not set queries and keys apart from the values.
+            states = getattr(self, norm)(states).to(states.dtype)
         return states.transpose(1, 2)
 
     def _full(self, states: States, layout: TokenLayout, n_selected: int, options: dict):

@@ -10,6 +10,7 @@ from models.tiny import SWITCHES, draw_ids, tiny_model
 from torch.nn.utils.rnn import pad_sequence
 
 from hysparse_hf import HySparseForCausalLM
+from hysparse_hf.modeling import modeling_hysparse
 from hysparse_hf.modeling.compat_transformers import cache_of
 
 
@@ -186,6 +187,22 @@ class TestAutocast:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             tokens = model.generate(ROW[:, :9], max_new_tokens=4, do_sample=False, pad_token_id=0)
         assert tokens.shape == (1, 13)
+
+    @pytest.mark.parametrize("switches", ["default", "wide_values", "merged_own", "window_layers"])
+    def test_operations_receive_one_dtype_C18(self, switches, monkeypatch):
+        """Kernels take no mixture: rotation and norm, which are float32 under autocast, must not make one."""
+        seen = set()
+        for name in ("full_attention_with_oracle", "block_sparse_attention", "sliding_window_attention"):
+            operation = getattr(modeling_hysparse, name)
+
+            def recorded(query, key, value, *others, operation=operation, **options):
+                seen.add((query.dtype, key.dtype, value.dtype))
+                return operation(query, key, value, *others, **options)
+
+            monkeypatch.setattr(modeling_hysparse, name, recorded)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            tiny_model(**SWITCHES[switches])(ROW)
+        assert seen == {(torch.bfloat16,) * 3}
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_a_low_precision_model_trains(self, dtype):
