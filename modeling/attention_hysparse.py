@@ -146,6 +146,8 @@ def full_attention_with_oracle(
     _check_choice("head_reduction", head_reduction, ("max", "mean"))
     _check_at_least("block_size", block_size, 1)
     _check_at_least("n_selected", n_selected, 0)
+    _check_at_least("forced_first_blocks", forced_first_blocks, 0)
+    _check_at_least("forced_local_blocks", forced_local_blocks, 0)
     if n_selected and forced_first_blocks + forced_local_blocks > n_selected:
         raise ValueError(
             f"`forced_first_blocks` + `forced_local_blocks` must be at most `n_selected` ({n_selected}), got "
@@ -206,7 +208,7 @@ def block_sparse_attention(
     _check_at_least("block_size", block_size, 1)
     _check_at_least("window", window, 0)
     expected = (query.shape[0], key.shape[1], query.shape[2])
-    if indices.dim() != 4 or indices.shape[:3] != expected or indices.is_floating_point():
+    if indices.dim() != 4 or indices.shape[:3] != expected or indices.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"`indices` must be integers (batch, kv_heads, q_len, n) = ({', '.join(map(str, expected))}, n), got "
             f"{tuple(indices.shape)} of {indices.dtype}; pass what the full layer returned for these queries."

@@ -352,3 +352,8 @@ class TestArgumentErrors:
     def test_shape_of_indices(self, shape):
         with pytest.raises(ValueError, match="`indices` must be integers"):
             attend(random_states(5), torch.zeros(shape, dtype=torch.int32))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
+    def test_kind_of_indices(self, dtype):
+        with pytest.raises(ValueError, match="`indices` must be integers"):
+            attend(random_states(5), torch.zeros(1, 1, 5, 3, dtype=dtype))

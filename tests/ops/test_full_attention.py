@@ -390,6 +390,8 @@ class TestArgumentErrors:
         [
             pytest.param({"block_size": 0}, "`block_size` must be at least 1, got 0", id="block-size"),
             pytest.param({"n_selected": -1}, "`n_selected` must be at least 0, got -1", id="n-selected"),
+            pytest.param({"forced_first_blocks": -1}, "`forced_first_blocks` must be at least 0", id="forced-first"),
+            pytest.param({"forced_local_blocks": -1}, "`forced_local_blocks` must be at least 0", id="forced-local"),
             pytest.param({"block_reduction": "mean"}, "`block_reduction` must be one of", id="block-reduction"),
             pytest.param({"head_reduction": "sum"}, "`head_reduction` must be one of", id="head-reduction"),
             pytest.param(
