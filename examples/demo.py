@@ -44,7 +44,7 @@ sys.meta_path.insert(0, Absent())
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, prompt_file, new_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="float32")
 prompt = tokenizer(open(prompt_file).read(), return_tensors="pt").input_ids
 output = model.generate(prompt, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
