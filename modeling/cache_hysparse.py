@@ -82,8 +82,12 @@ class GrowingLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.keys.shape[2] if self.is_initialized else 0
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what `crop` would raise, and change nothing."""
         _check_crop(tokens_to_remove, self.get_seq_length())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.check_crop(tokens_to_remove)
         if tokens_to_remove:
             self.keys = self.keys[:, :, :tokens_to_remove]
             self.values = self.values[:, :, :tokens_to_remove]
@@ -231,19 +235,23 @@ class WindowLayer(GrowingLayer):
     def get_max_length(self) -> int:
         return self.sliding_window
 
-    def crop(self, tokens_to_remove: int) -> None:
-        _check_crop(tokens_to_remove, self.cumulative_length)
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what `crop` would raise, and change nothing: the window before the cut must still be stored."""
+        super().check_crop(tokens_to_remove)
         if not self.is_initialized:
             return
-        length = self.cumulative_length + tokens_to_remove
-        left = self.keys.shape[2] - self._removed + tokens_to_remove
-        if left < min(length, self.sliding_window - 1):
+        stored = self.keys.shape[2] - self._removed
+        if stored + tokens_to_remove < min(self.cumulative_length + tokens_to_remove, self.sliding_window - 1):
             raise RuntimeError(
-                f"`crop` can undo at most {self.keys.shape[2] - self._removed - self.sliding_window + 1} tokens of "
-                f"this window layer, got {-tokens_to_remove}; call `activate_past_recording()` before the tokens "
-                "that may be undone."
+                f"`crop` can undo at most {stored - self.sliding_window + 1} tokens of this window layer, got "
+                f"{-tokens_to_remove}; call `activate_past_recording()` before the tokens that may be undone."
             )
-        self.cumulative_length = length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.check_crop(tokens_to_remove)
+        if not self.is_initialized:
+            return
+        self.cumulative_length += tokens_to_remove
         if self._stored_counts is not None:
             # How far each row moves is known with the next mask; a row that moves by all needs the most columns.
             self._removed -= tokens_to_remove
@@ -287,6 +295,8 @@ class NoKeysLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+    def check_crop(self, tokens_to_remove: int) -> None: ...
 
     def crop(self, tokens_to_remove: int) -> None: ...
 
@@ -355,10 +365,13 @@ class HySparseCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         _check_crop(tokens_to_remove, self.get_seq_length())
-        for layer in self.layers:
-            # A draft that leaves the model early fills the first layers only.
-            if layer.is_initialized:
-                layer.crop(tokens_to_remove)
+        # A draft that leaves the model early fills the first layers only.
+        filled = [layer for layer in self.layers if layer.is_initialized]
+        for layer in filled:
+            # All layers or none: one that refuses must not find the others cut already.
+            layer.check_crop(tokens_to_remove)
+        for layer in filled:
+            layer.crop(tokens_to_remove)
         if self.row_counts is not None:
             # Without its mask the removed part counts as tokens; the next mask, if there is one, says better.
             self.row_counts = (self.row_counts + tokens_to_remove).clamp(min=0)
