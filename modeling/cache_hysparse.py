@@ -296,8 +296,6 @@ class NoKeysLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def check_crop(self, tokens_to_remove: int) -> None: ...
-
     def crop(self, tokens_to_remove: int) -> None: ...
 
     def offload(self) -> None: ...
@@ -366,7 +364,7 @@ class HySparseCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         _check_crop(tokens_to_remove, self.get_seq_length())
         # A draft that leaves the model early fills the first layers only.
-        filled = [layer for layer in self.layers if layer.is_initialized]
+        filled = [layer for layer in self.layers if isinstance(layer, GrowingLayer) and layer.is_initialized]
         for layer in filled:
             # All layers or none: one that refuses must not find the others cut already.
             layer.check_crop(tokens_to_remove)
