@@ -69,11 +69,11 @@ def find_checkpoint() -> Path:
     return next(Path(str(file.locate())) for file in files if str(file).endswith(".gguf"))
 
 
-def documentation_tokens(tokenizer) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Training and held-out ids from Python's documentation topics, and the held-out text."""
+def documentation_tokens(tokenizer) -> tuple[torch.Tensor, ...]:
+    """Training and held-out ids from Python's documentation topics."""
     text = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     cut = len(text) * 3 // 4
-    return *(torch.tensor(tokenizer(part).input_ids) for part in (text[:cut], text[cut:])), text[cut:]
+    return tuple(torch.tensor(tokenizer(part).input_ids) for part in (text[:cut], text[cut:]))
 
 
 @torch.no_grad()
@@ -185,7 +185,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint.parent, gguf_file=checkpoint.name)
     teacher = AutoModelForCausalLM.from_pretrained(checkpoint.parent, gguf_file=checkpoint.name, dtype=torch.float32)
     teacher.eval()
-    train_ids, held_out_ids, held_out_text = documentation_tokens(tokenizer)
+    train_ids, held_out_ids = documentation_tokens(tokenizer)
     window = held_out_ids[:WINDOW]
     teacher_window = log_probabilities(teacher, window)
     rows = {"teacher (dense)": quality(teacher, window, teacher_window)}

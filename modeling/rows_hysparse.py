@@ -76,6 +76,7 @@ class TokenLayout:
         past (`int`): slots cached before the new tokens.
         rows (`Rows`): for attention over keys that are stored by content position.
         order (`torch.Tensor`, *optional*): `(batch, q_len)`: slot of the i-th compact token; None keeps slots.
+        place (`torch.Tensor`, *optional*): `(batch, q_len)`: the inverse, compact index of the token in each slot.
         visible (`torch.Tensor`, *optional*): `(batch, past + q_len)`, bool, in slots.
         past_counts, new_counts (`torch.Tensor`, *optional*): `(batch,)`: visible tokens cached and arriving.
     """
@@ -84,6 +85,7 @@ class TokenLayout:
     past: int = 0
     rows: Rows = PLAIN_ROWS
     order: torch.Tensor | None = None
+    place: torch.Tensor | None = None
     visible: torch.Tensor | None = None
     past_counts: torch.Tensor | None = None
     new_counts: torch.Tensor | None = None
@@ -94,7 +96,7 @@ class TokenLayout:
 
     def restore(self, states: torch.Tensor) -> torch.Tensor:
         """Bring `(batch, heads, q_len, ...)` from compact order back into slot order."""
-        return states if self.order is None else _take(states, torch.argsort(self.order, dim=-1))
+        return states if self.place is None else _take(states, self.place)
 
     def restore_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """Attention maps `(batch, heads, q_len, columns)` from compact order into slots, 0 at padding."""
@@ -139,7 +141,7 @@ class TokenLayout:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
         rows = Rows(*(move(part) for part in (self.rows.query_start, self.rows.first_key, self.rows.visibility)))
-        names = ("positions", "order", "visible", "past_counts", "new_counts")
+        names = ("positions", "order", "place", "visible", "past_counts", "new_counts")
         return replace(self, rows=rows, **{name: move(getattr(self, name)) for name in names})
 
 
@@ -167,6 +169,7 @@ def layout_of_mask(attention_mask: torch.Tensor, q_len: int) -> TokenLayout:
         past=past,
         rows=Rows(query_start=past_counts) if past else PLAIN_ROWS,
         order=order,
+        place=None if order is None else torch.argsort(order, dim=-1),
         visible=visible,
         past_counts=past_counts,
         new_counts=new.sum(-1),
