@@ -31,8 +31,8 @@ from hysparse_hf.modeling.attention_hysparse import (
     sliding_window_attention,
 )
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
+from hysparse_hf.modeling.decoder_hysparse import HySparseDecoderLayer
 from hysparse_hf.modeling.layers_hysparse import HySparseRotaryEmbedding, Rotation, rotate
-from hysparse_hf.modeling.modeling_hysparse import HySparseDecoderLayer
 
 
 GRID_POINTS, GRID_BELOW, GRID_ABOVE = 73, -8.0, 10.0

@@ -19,7 +19,9 @@ MODELING_THIRD_PARTY = {"torch", "transformers", "huggingface_hub"}
 
 # Stem prefix of a file in modeling/ -> prefixes of the siblings that it may import.
 MODELING_ARROWS = {
-    "modeling": {"modeling", "layers", "cache", "attention", "compat", "configuration", "rows"},
+    "modeling": {"modeling", "decoder", "inputs", "layers", "cache", "compat", "configuration", "rows"},
+    "decoder": {"decoder", "layers", "cache", "attention", "configuration", "rows"},
+    "inputs": {"cache", "compat", "configuration", "rows"},
     "layers": {"layers", "configuration"},
     "cache": {"cache", "compat", "configuration", "rows"},
     "attention": {"attention", "reference", "triton", "selection", "rows"},

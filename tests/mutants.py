@@ -19,6 +19,7 @@ REFERENCE = "modeling/reference_hysparse.py"
 SELECTION = "modeling/selection_hysparse.py"
 ROWS = "modeling/rows_hysparse.py"
 MODEL = "modeling/modeling_hysparse.py"
+DECODER = "modeling/decoder_hysparse.py"
 CONFIG = "modeling/configuration_hysparse.py"
 
 FULL = "tests/ops/test_full_attention.py"
@@ -148,26 +149,26 @@ MUTANTS = {
     ),
     # The model.
     "merged-softmax": Mutant(
-        MODEL,
+        DECODER,
         'if branch == "merged_own" and self.config.share_full_kv:',
         'if branch in ("own", "merged_own") and self.config.share_full_kv:',
         LOGITS,
     ),
     "swapped-gates": Mutant(
-        MODEL,
+        DECODER,
         'projection = getattr(self, f"gate_{branch}_proj", None)',
         'branch = {"global": "local", "local": "global"}.get(branch, branch)\n'
         '        projection = getattr(self, f"gate_{branch}_proj", None)',
         LOGITS,
     ),
     "swapped-sinks": Mutant(
-        MODEL,
+        DECODER,
         'sink=getattr(self, "sink_local", None)',
         'sink=getattr(self, "sink_global", None)',
         LOGITS,
     ),
     "local-branch-from-the-full-layers-kv": Mutant(
-        MODEL,
+        DECODER,
         'if branch == "own" and self.config.share_full_kv:',
         "if False:",
         LOGITS,
@@ -197,7 +198,7 @@ MUTANTS = {
         "tests/models/test_config.py::TestPlan::test_donor_is_the_preceding_full_layer_B12",
     ),
     "shared-query-turned-by-the-own-setting": Mutant(
-        MODEL,
+        DECODER,
         'shared_query = own_query if self.turns_as_full else layout.compact(rotate(query, rotations["full"]))',
         "shared_query = own_query",
         "tests/models/test_config.py::TestKindsOfRotation::test_logits_equal_the_loops",
@@ -209,7 +210,7 @@ MUTANTS = {
         "tests/models/test_config.py::TestDenseEqualsTheLibrary::test_a_row_beside_a_longer_one_gives_what_it_gives_alone",
     ),
     "shared-keys-detached": Mutant(
-        MODEL,
+        DECODER,
         "key if read else None",
         "key.detach() if read else None",
         f"{TRAINING}::TestGradients::test_a_full_layers_projection_learns_from_its_sparse_layers",
@@ -221,7 +222,7 @@ MUTANTS = {
         f"{TRAINING}::TestCheckpointing::test_tensors_with_gradients_are_positional",
     ),
     "maps-without-gates": Mutant(
-        MODEL,
+        DECODER,
         "            if gate is not None:\n                weights = ",
         "            if False:\n                weights = ",
         f"{FORWARD}::TestAgainstLoops::test_selected_indices_and_maps",

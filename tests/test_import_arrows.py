@@ -55,7 +55,7 @@ def test_planted_violation_is_found(path, source):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("modeling/modeling_hysparse2.py", "from .modeling_hysparse import A\nfrom .attention_hysparse import f"),
+        ("modeling/modeling_hysparse2.py", "from .modeling_hysparse import A\nfrom .decoder_hysparse2 import f"),
         ("modeling/attention_hysparse.py", "from .triton_block_sparse import f\nfrom .reference_hysparse import g"),
         ("modeling/triton_block_sparse.py", "from .triton_common import f\nfrom .selection_hysparse import g"),
         ("conversion/convert.py", "from hysparse_hf.modeling.configuration_hysparse import HySparseConfig"),

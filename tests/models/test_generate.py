@@ -24,7 +24,7 @@ from models.tiny import (
 )
 from transformers import DynamicCache
 
-import hysparse_hf.modeling.modeling_hysparse as modeling
+import hysparse_hf.modeling.decoder_hysparse as decoder
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
 from hysparse_hf.modeling.compat_transformers import CACHE_ARGUMENT, cache_of
 
@@ -97,11 +97,11 @@ def test_A25_each_decode_step_receives_one_token():
 def test_A25_both_cache_names_are_honoured_by_forward(name):
     model = tiny_model()
     ids = draw_ids(1, 20)
-    for decoder in (model, model.model):
+    for network in (model, model.model):
         cache = HySparseCache(model.config)
         with torch.no_grad():
-            decoder(ids[:, :12], **{name: cache})
-            decoder(ids[:, 12:15], **{name: cache})
+            network(ids[:, :12], **{name: cache})
+            network(ids[:, 12:15], **{name: cache})
         assert cache.get_seq_length() == 15
     with torch.no_grad():
         logits = model(ids[:, 15:], **{name: cache}).logits[0]
@@ -442,7 +442,7 @@ REMOVED_NAMES = {"key_cache", "value_cache", "seen_tokens", "get_usable_length",
 
 
 def test_A24_the_code_uses_no_removed_cache_members():
-    files = sorted(Path(modeling.__file__).parent.glob("*.py"))
+    files = sorted(Path(decoder.__file__).parent.glob("*.py"))
     assert len(files) > 5
     for file in files:
         used = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
@@ -520,9 +520,9 @@ def test_B08_a_budget_that_covers_everything_is_dense_attention(budget, monkeypa
     sparse = model(ids).logits
 
     def dense(query, key, value, indices, *, block_size, sink=None, window=0, backend, return_weights, **options):
-        return modeling.full_attention_with_oracle(query, key, value, block_size=4, n_selected=0, **options)[0]
+        return decoder.full_attention_with_oracle(query, key, value, block_size=4, n_selected=0, **options)[0]
 
-    monkeypatch.setattr(modeling, "block_sparse_attention", dense)
+    monkeypatch.setattr(decoder, "block_sparse_attention", dense)
     expected = model(ids).logits
     if budget == 64:
         assert_same_logits(sparse, expected)

@@ -10,7 +10,7 @@ from models.tiny import SWITCHES, draw_ids, tiny_model
 from torch.nn.utils.rnn import pad_sequence
 
 from hysparse_hf import HySparseForCausalLM
-from hysparse_hf.modeling import modeling_hysparse
+from hysparse_hf.modeling import decoder_hysparse
 from hysparse_hf.modeling.compat_transformers import cache_of
 
 
@@ -193,13 +193,13 @@ class TestAutocast:
         """Kernels take no mixture: rotation and norm, which are float32 under autocast, must not make one."""
         seen = set()
         for name in ("full_attention_with_oracle", "block_sparse_attention", "sliding_window_attention"):
-            operation = getattr(modeling_hysparse, name)
+            operation = getattr(decoder_hysparse, name)
 
             def recorded(query, key, value, *others, operation=operation, **options):
                 seen.add((query.dtype, key.dtype, value.dtype))
                 return operation(query, key, value, *others, **options)
 
-            monkeypatch.setattr(modeling_hysparse, name, recorded)
+            monkeypatch.setattr(decoder_hysparse, name, recorded)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             tiny_model(**SWITCHES[switches])(ROW)
         assert seen == {(torch.bfloat16,) * 3}

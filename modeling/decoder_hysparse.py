@@ -1,0 +1,264 @@
+"""One decoder layer: attention of its kind, then the feed-forward network."""
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention_hysparse import (
+    block_sparse_attention,
+    full_attention_with_oracle,
+    merge_branches,
+    sliding_window_attention,
+)
+from .cache_hysparse import HySparseCache
+from .configuration_hysparse import HySparseConfig
+from .layers_hysparse import HySparseMLP, HySparseRMSNorm, Rotation, rotate
+from .rows_hysparse import Rows, TokenLayout
+
+
+# Query, key and value of one branch.
+States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class HySparseGate(nn.Linear):
+    """Projection of a gate, with bias; zero from scratch."""
+
+
+class HySparseAttention(nn.Module):
+    """Attention of one layer; `layer_plan[layer_idx]` says which kind.
+
+    A full layer returns its keys, values and selected blocks beside its output. A sparse layer takes them and adds,
+    gated, a global branch over the selected blocks and a local branch over its own window. The tensors between the
+    two are compact (see `TokenLayout`): one column per content position.
+    """
+
+    def __init__(self, config: HySparseConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.kind = config.layer_plan[layer_idx]
+        self.is_causal = True
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_groups = self.num_heads // config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.v_head_dim = config.v_head_dim
+        self.scaling = self.head_dim**-0.5
+        self.turns_as_full = config.rope_for(self.kind) == config.rope_for("full")
+        self.is_read_by_others = not config.dense and layer_idx in config.donor_plan
+        self.branches = self._branches()
+
+        hidden, bias = config.hidden_size, config.attention_bias
+        kv_heads = config.num_key_value_heads
+        self.q_proj = nn.Linear(hidden, self.num_heads * self.head_dim, bias=bias)
+        if config.cache_plan[layer_idx] != "none":
+            self.k_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=bias)
+            self.v_proj = nn.Linear(hidden, kv_heads * self.v_head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, hidden, bias=config.attention_output_bias)
+        if config.use_qk_norm:
+            self.q_norm = HySparseRMSNorm(self.head_dim, config.rms_norm_eps)
+            if config.cache_plan[layer_idx] != "none":
+                self.k_norm = HySparseRMSNorm(self.head_dim, config.rms_norm_eps)
+
+        widths = {"elementwise": self.num_heads * self.v_head_dim, "headwise": self.num_heads, "none": 0}
+        for branch in self._gated_branches(widths[config.gate_granularity]):
+            setattr(self, f"gate_{branch}_proj", HySparseGate(hidden, widths[config.gate_granularity]))
+        for branch in self.branches if config.attention_sink and self.kind != "full" else ():
+            setattr(self, f"sink_{branch}", nn.Parameter(torch.empty(self.num_heads)))
+
+    @property
+    def n_selected(self) -> int:
+        """Blocks selected per query and KV head."""
+        return self.config.oracle_budget // self.config.oracle_block_size
+
+    def _branches(self) -> tuple[str, ...]:
+        if self.kind == "full":
+            return ("full",)
+        if self.kind == "window":
+            return ("local",)
+        # A window merged into the global softmax has no gate or sink of its own.
+        return ("global", "local") if self.config.window_branch in ("own", "shared_kv") else ("global",)
+
+    def _gated_branches(self, width: int) -> tuple[str, ...]:
+        gated = {"full": self.config.full_layer_gate, "window": self.config.window_layer_gate, "sparse": True}
+        return self.branches if width and gated[self.kind] else ()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        shared_key: torch.Tensor | None = None,
+        shared_value: torch.Tensor | None = None,
+        shared_indices: torch.Tensor | None = None,
+        *,
+        layout: TokenLayout,
+        rotations: dict[str, Rotation],
+        cache: HySparseCache | None = None,
+        output_attentions: bool = False,
+        output_selected_indices: bool = False,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Returns `(output, weights, key, value, indices)`; the last three are None except where others read them.
+
+        Shapes: hidden_states `(batch, q_len, hidden)`; shared_key `(batch, kv_heads, kv_len, head_dim)`;
+        shared_indices int32 `(batch, kv_heads, q_len, n_selected)`; weights `(batch, heads, q_len, kv_len)`.
+        """
+        layout = layout.to(hidden_states.device)
+        query = self._heads(self.q_proj, hidden_states, "q_norm")
+        key = value = indices = None
+        options = {"return_weights": output_attentions, "backend": self._backend()}
+        own_rotation = rotations[self.kind]
+        own_query = layout.compact(rotate(query, own_rotation))
+        if hasattr(self, "k_proj"):
+            key = layout.compact(rotate(self._heads(self.k_proj, hidden_states, "k_norm"), own_rotation))
+            value = layout.compact(self._heads(self.v_proj, hidden_states))
+            if cache is not None:
+                key, value = cache.update(key, value, self.layer_idx, layout=layout)
+
+        own = (own_query, key, value)
+        if self.kind == "full" or self.config.dense:
+            selects = (self.is_read_by_others and self.config.share_oracle) or output_selected_indices
+            n_selected = self.n_selected if selects and self.kind == "full" else 0
+            output, indices, weights = self._full(own, layout, n_selected, options)
+            results = {"full": (output, weights)}
+        elif self.kind == "window":
+            results = {"local": self._window_of_own(own, layout, options)}
+        else:
+            shared_query = own_query if self.turns_as_full else layout.compact(rotate(query, rotations["full"]))
+            shared = (shared_query, shared_key, shared_value)
+            results = self._sparse(own, shared, shared_indices, layout, options)
+
+        gated = [self._gate(branch, hidden_states, layout, *result) for branch, result in results.items()]
+        output = self.o_proj(sum(part for part, _ in gated))
+        weights = sum(part for _, part in gated) if output_attentions else None
+        read = self.is_read_by_others
+        return output, weights, key if read else None, value if read else None, indices
+
+    def _backend(self) -> str:
+        return "reference" if self.config._attn_implementation == "eager" else "auto"
+
+    def _heads(self, projection: nn.Module, hidden_states: torch.Tensor, norm: str = "") -> torch.Tensor:
+        dim = self.v_head_dim if norm == "" else self.head_dim
+        states = projection(hidden_states).unflatten(-1, (-1, dim))
+        if self.config.use_qk_norm and norm:
+            # A float32 norm under autocast must not set queries and keys apart from the values.
+            states = getattr(self, norm)(states).to(states.dtype)
+        return states.transpose(1, 2)
+
+    def _full(self, states: States, layout: TokenLayout, n_selected: int, options: dict):
+        output, _, indices, *weights = full_attention_with_oracle(
+            *states,
+            block_size=self.config.oracle_block_size,
+            n_selected=n_selected,
+            scaling=self.scaling,
+            rows=layout.rows,
+            block_reduction=self.config.oracle_block_reduction,
+            head_reduction=self.config.oracle_head_reduction,
+            forced_first_blocks=self.config.oracle_forced_first_blocks,
+            forced_local_blocks=self.config.oracle_forced_local_blocks,
+            **options,
+        )
+        return output, indices, weights[0] if weights else None
+
+    def _local(self, states: States, rows: Rows, options: dict, **asked):
+        return sliding_window_attention(
+            *states,
+            window=self.config.sliding_window,
+            scaling=self.scaling,
+            rows=rows,
+            **options | asked,
+        )
+
+    def _global(self, states: States, indices: torch.Tensor, layout: TokenLayout, options: dict, **asked):
+        return block_sparse_attention(
+            *states,
+            indices,
+            block_size=self.config.oracle_block_size,
+            scaling=self.scaling,
+            rows=layout.rows,
+            **options | asked,
+        )
+
+    def _window_of_own(self, own: States, layout: TokenLayout, options: dict):
+        """The local branch over the window cache's states; its map is placed among all columns."""
+        rows = layout.window_rows(own[1].shape[2])
+        result = self._local(own, rows, options, sink=getattr(self, "sink_local", None))
+        output, weights = _with_weights(result)
+        return output, None if weights is None else layout.window_in_history(weights)
+
+    def _sparse(self, own: States, shared: States, indices: torch.Tensor, layout: TokenLayout, options: dict) -> dict:
+        """Branches of a sparse layer, each `(output, weights)`, from its own states and the full layer's."""
+        branch = self.config.window_branch
+        history = shared if self.config.share_full_kv else own
+        if not self.config.share_oracle:
+            detached = (history[0].detach(), history[1].detach(), history[2].detach())
+            indices = self._full(detached, layout, self.n_selected, {**options, "return_weights": False})[1]
+        sinks = {name: getattr(self, f"sink_{name}", None) for name in self.branches}
+        if branch == "merged_own" and self.config.share_full_kv:
+            return {"global": self._merged(own, history, indices, sinks["global"], layout, options)}
+        merged = self.config.sliding_window if branch.startswith("merged") else 0
+        result = self._global(history, indices, layout, options, sink=sinks["global"], window=merged)
+        results = {"global": _with_weights(result)}
+        if branch == "own" and self.config.share_full_kv:
+            results["local"] = self._window_of_own(own, layout, options)
+        elif branch in ("own", "shared_kv"):
+            results["local"] = _with_weights(self._local(history, layout.rows, options, sink=sinks["local"]))
+        return results
+
+    def _merged(self, own: States, history: States, indices, sink, layout: TokenLayout, options: dict):
+        """One softmax over selected shared keys and the layer's own window (control experiment 11)."""
+        parts = (
+            self._global(history, indices, layout, options, return_lse=True),
+            self._local(own, layout.window_rows(own[1].shape[2]), options, return_lse=True),
+        )
+        output, shares = merge_branches((parts[0][0], parts[1][0]), (parts[0][1], parts[1][1]), sink)
+        if not options["return_weights"]:
+            return output, None
+        maps = [share[..., None] * part[2] for share, part in zip(shares, parts, strict=True)]
+        return output, maps[0] + layout.window_in_history(maps[1])
+
+    def _gate(self, branch: str, hidden_states: torch.Tensor, layout: TokenLayout, output, weights):
+        """Bring a branch back into slot order, `(batch, q_len, heads * v_head_dim)`, times its gate."""
+        output = layout.restore(output).transpose(1, 2)
+        projection = getattr(self, f"gate_{branch}_proj", None)
+        gate = None
+        if projection is not None and not self.config.dense:
+            gate = torch.sigmoid(projection(hidden_states)).unflatten(-1, (self.num_heads, -1))
+            output = output * gate
+        if weights is not None:
+            weights = layout.restore_weights(weights)
+            if gate is not None:
+                weights = weights * gate.mean(-1).transpose(1, 2)[..., None]
+        return output.flatten(-2), weights
+
+
+def _with_weights(result):
+    return result if isinstance(result, tuple) else (result, None)
+
+
+class HySparseDecoderLayer(GradientCheckpointingLayer):
+    """Attention and feed-forward network, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: HySparseConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = HySparseAttention(config, layer_idx)
+        self.mlp = HySparseMLP(config)
+        self.input_layernorm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        shared_key: torch.Tensor | None = None,
+        shared_value: torch.Tensor | None = None,
+        shared_indices: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Returns `(hidden_states, key, value, indices)`, as `HySparseAttention` does.
+
+        Tensors with gradients from another layer are positional: keyword tensors lose theirs under reentrant
+        checkpointing.
+        """
+        attended, _, *shared = self.self_attn(
+            self.input_layernorm(hidden_states), shared_key, shared_value, shared_indices, **kwargs
+        )
+        hidden_states = hidden_states + attended
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states, *shared

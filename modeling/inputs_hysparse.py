@@ -1,0 +1,127 @@
+"""What the arguments of one forward call mean: which tokens are visible, where documents begin, which cache to use.
+
+Everything that contradicts itself is an error here, before any layer runs.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from .cache_hysparse import HySparseCache
+from .compat_transformers import CACHE_ARGUMENT
+from .configuration_hysparse import HySparseConfig
+from .rows_hysparse import PLAIN_ROWS, Rows, TokenLayout, layout_of_length, layout_of_mask, packed_rows
+
+
+def read_inputs(
+    config: HySparseConfig,
+    states: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    cache: HySparseCache | None,
+    use_cache: bool | None,
+) -> tuple[TokenLayout, HySparseCache | None]:
+    """Find the layout of the new tokens, and make a cache where one is wanted and possible.
+
+    Args:
+        states (`torch.Tensor`): `(batch, q_len, hidden)`, the new tokens' embeddings.
+        attention_mask (`torch.Tensor`, *optional*): `(batch, cached + q_len)` or 4-D, as in the model's forward.
+        position_ids (`torch.Tensor`, *optional*): `(batch or 1, q_len)`.
+        cu_seqlens (`torch.Tensor`, *optional*): `(documents + 1,)`, bounds of packed documents.
+        cache (`HySparseCache`, *optional*): filled or empty; must have passed `check_cache`.
+        use_cache (`bool`, *optional*): make a cache when none is given; packed input makes none.
+    Raises:
+        ValueError: arguments that contradict each other or the cache.
+        TypeError: a mask that is no tensor.
+    """
+    q_len, device = states.shape[1], states.device
+    if position_ids is not None and position_ids.shape[1:] != (q_len,):
+        raise ValueError(
+            f"`position_ids` must be (batch or 1, {q_len}), one per new token, got {tuple(position_ids.shape)}; give "
+            "those of the new tokens alone."
+        )
+    layout = _masked_layout(states, attention_mask, cu_seqlens, cache)
+    documents = packed_rows(position_ids, cu_seqlens, q_len, layout)
+    if cache is not None and documents is not None and _restarts(documents, while_tracing=False):
+        raise ValueError(
+            f"packed documents (restarting `position_ids` or `cu_seq_lens_q`) cannot be added to a "
+            f"`{CACHE_ARGUMENT}`; leave it out, or give each document a row of its own."
+        )
+    if use_cache and cache is None and (documents is None or not _restarts(documents, while_tracing=True)):
+        cache, documents = HySparseCache(config), None
+    if layout is None and cache is not None:
+        layout = cache.layout_without_mask(q_len, device)
+    elif layout is None:
+        layout = layout_of_length(0, q_len, device, documents or PLAIN_ROWS)
+    elif cache is None and documents is not None:
+        layout = replace(layout, rows=documents)
+    if cache is not None and layout.past and q_len > 1:
+        # Decoding only adds to the mask, and is spared the look at it.
+        cache.check_rows(layout)
+    return layout, cache
+
+
+def check_cache(cache, n_layers: int) -> None:
+    """Raise `TypeError` for a cache of another class, `ValueError` for one of another number of layers."""
+    # By name: a checkpoint's own copy of the code has a cache class of its own.
+    if cache is not None and type(cache).__name__ != "HySparseCache":
+        raise TypeError(
+            f"`{CACHE_ARGUMENT}` must be a HySparseCache, got {type(cache).__name__}; pass "
+            "`HySparseCache(model.config)`, or leave it out and use the one in the output."
+        )
+    if cache is not None and len(cache) != n_layers:
+        raise ValueError(
+            f"`{CACHE_ARGUMENT}` must have one layer per model layer ({n_layers}), got {len(cache)}; make it from "
+            "this model's config."
+        )
+
+
+def _masked_layout(
+    states: torch.Tensor, attention_mask, cu_seqlens, cache: HySparseCache | None
+) -> TokenLayout | None:
+    """The layout that a mask describes, if there is one; `ValueError` for a mask that cannot be what was meant."""
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, torch.Tensor):
+        raise TypeError(
+            f"`attention_mask` must be a tensor, got {type(attention_mask).__name__}; pass the tokenizer's mask "
+            "with `return_tensors='pt'`."
+        )
+    (batch, q_len), device = states.shape[:2], states.device
+    past = cache.get_seq_length() if cache is not None else 0
+    rows, length = attention_mask.shape[0], attention_mask.shape[-1]
+    is_one_for_all = attention_mask.dim() == 4 and rows == 1
+    fits = length == past + q_len and (rows == batch or is_one_for_all)
+    if attention_mask.dim() not in (2, 4) or not fits:
+        raise ValueError(
+            f"`attention_mask` must be ({batch}, {past + q_len}) or ({batch} or 1, 1 or heads, {q_len}, "
+            f"{past + q_len}): {past} cached and {q_len} new tokens; got {tuple(attention_mask.shape)}. "
+            "Pass the mask of all tokens, cached ones included."
+        )
+    if cu_seqlens is not None:
+        raise ValueError(
+            "`attention_mask` and `cu_seq_lens_q` both say where rows begin, got both; leave out the mask: "
+            "packed documents have no padding."
+        )
+    if attention_mask.dim() == 2:
+        return layout_of_mask(attention_mask.to(device), q_len)
+    if cache is not None and cache.row_counts is not None:
+        raise ValueError(
+            f"a 4-D `attention_mask` counts slots, but the `{CACHE_ARGUMENT}` holds rows that came with a "
+            "(batch, length) mask and are stored without their padding; keep to one kind of mask per cache."
+        )
+    return layout_of_length(past, q_len, device, Rows(visibility=_visibility(attention_mask.to(device))))
+
+
+def _restarts(rows: Rows, while_tracing: bool) -> bool:
+    """Whether there is more than one document. Reads the data, or answers `while_tracing` when it cannot."""
+    return while_tracing if torch.compiler.is_compiling() else bool(rows.first_key.any())
+
+
+def _visibility(attention_mask: torch.Tensor) -> torch.Tensor:
+    """A 4-D mask as bool: additive float masks hide with -10,000 or less, which no bias reaches."""
+    if attention_mask.is_floating_point():
+        return attention_mask > -1e4
+    return attention_mask.bool()
