@@ -32,6 +32,8 @@ _REFERENCE: dict[str, Callable[..., tuple]] = {
 
 # Filled by the first call that may use the kernels; a cached function would warn under torch.compile.
 _LOADED: list[dict[str, Callable[..., tuple]] | ImportError] = []
+# Operations whose kernel failed once: a compiler that fails takes seconds for it, and would at every call.
+_FAILED: set[str] = set()
 
 
 def _kernels() -> dict[str, Callable[..., tuple]] | ImportError:
@@ -83,16 +85,27 @@ def _run(backend: str, operation: str, query: torch.Tensor, *others: torch.Tenso
     """Call the operation on its back end; `auto` goes to the reference where the kernels do not take the call."""
     if options["return_weights"] and backend == "auto":
         backend = "reference"
-    if resolve_backend(backend, query.device) == "triton":
+    by_name = _requested(backend) == "triton"
+    if resolve_backend(backend, query.device) == "triton" and (by_name or operation not in _FAILED):
         kernels = _kernels()
         if isinstance(kernels, ImportError):
             raise kernels
         try:
             return kernels[operation](query, *others, **options)
         except NotImplementedError as reason:
-            if _requested(backend) == "triton":
+            if by_name:
                 raise
             _log_once(f"`{operation}` runs on the reference back end: {reason}")
+        except Exception as failure:
+            # Compilers and drivers fail in ways of their own. The reference needs more memory than the kernels do.
+            if by_name or isinstance(failure, torch.OutOfMemoryError):
+                raise
+            _FAILED.add(operation)
+            logger.warning(
+                f"`{operation}` runs on the reference back end from now on: its Triton kernel failed with "
+                f"{type(failure).__name__}: {failure}. Set HYSPARSE_BACKEND=reference to leave the kernels out, or "
+                "HYSPARSE_BACKEND=triton to make this an error."
+            )
     return _REFERENCE[operation](query, *others, **options)
 
 

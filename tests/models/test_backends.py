@@ -1,0 +1,100 @@
+"""Which back end a model's layers run on, and that a kernel that fails costs speed alone."""
+
+import logging
+
+import pytest
+import torch
+from kernel_checks import DEVICE
+from models.tiny import assert_same_logits, draw_ids, tiny_model
+
+from hysparse_hf.modeling import attention_hysparse
+
+
+pytest.importorskip("triton")
+
+from hysparse_hf.modeling import triton_block_sparse, triton_full_attention, triton_sliding_window  # noqa: E402
+
+
+# Per operation the module and the kernel of its forward pass.
+KERNELS = {
+    "full_attention_with_oracle": (triton_full_attention, "_full_attention_fwd_kernel"),
+    "block_sparse_attention": (triton_block_sparse, "_block_sparse_fwd_kernel"),
+    "sliding_window_attention": (triton_sliding_window, "_sliding_window_fwd_kernel"),
+}
+ROW = draw_ids(1, 40).to(DEVICE)
+
+
+class FailingKernel:
+    """Stands for a compiled kernel whose launch raises."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+        self.launches = 0
+
+    def __getitem__(self, grid):
+        self.launches += 1
+        raise self.error
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A model whose layers take the kernels, as they do on a card: blocks of 16 are the smallest that these know."""
+    monkeypatch.delenv("HYSPARSE_BACKEND", raising=False)
+    monkeypatch.setattr(attention_hysparse, "_FAILED", set())
+    requested = attention_hysparse._requested
+    monkeypatch.setattr(
+        attention_hysparse,
+        "resolve_backend",
+        lambda backend, device: "triton" if requested(backend) == "auto" else requested(backend),
+    )
+    model = tiny_model(layer_plan=["full", "sparse"], oracle_block_size=16, oracle_budget=32)
+    return model.requires_grad_(False).to(DEVICE)
+
+
+def reference_logits(model):
+    model.set_attn_implementation("eager")
+    logits = model(ROW).logits
+    model.set_attn_implementation("sdpa")
+    return logits
+
+
+@pytest.mark.parametrize("operation", KERNELS)
+def test_a_kernel_that_fails_gives_way_to_the_reference_with_one_warning_D07(model, operation, monkeypatch, caplog):
+    kernel = FailingKernel(RuntimeError("PassManager::run failed"))
+    monkeypatch.setattr(*KERNELS[operation], kernel)
+    with caplog.at_level(logging.WARNING, logger=attention_hysparse.__name__):
+        for _ in range(2):
+            assert_same_logits(model(ROW).logits, reference_logits(model))
+    assert kernel.launches == 1
+    assert len(caplog.records) == 1
+    assert f"`{operation}`" in caplog.text
+    assert "PassManager::run failed" in caplog.text
+
+
+def test_a_kernel_asked_for_by_name_fails_aloud_D07(model, monkeypatch):
+    states = [torch.zeros(1, 1, 3, 16, device=DEVICE)] * 3
+    monkeypatch.setattr(*KERNELS["sliding_window_attention"], FailingKernel(RuntimeError("PassManager::run failed")))
+    with pytest.raises(RuntimeError, match="PassManager"):
+        attention_hysparse.sliding_window_attention(*states, window=2, backend="triton")
+
+
+def test_running_out_of_memory_is_no_reason_for_the_reference_D07(model, monkeypatch):
+    monkeypatch.setattr(
+        *KERNELS["sliding_window_attention"], FailingKernel(torch.OutOfMemoryError("CUDA out of memory"))
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        model(ROW)
+
+
+@pytest.mark.parametrize("switch", ["environment", "config"])
+def test_the_reference_can_be_forced_D07(model, switch, monkeypatch):
+    expected = reference_logits(model)
+    kernels = [FailingKernel(AssertionError("a kernel was launched")) for _ in KERNELS]
+    for place, kernel in zip(KERNELS.values(), kernels, strict=True):
+        monkeypatch.setattr(*place, kernel)
+    if switch == "environment":
+        monkeypatch.setenv("HYSPARSE_BACKEND", "reference")
+    else:
+        model.set_attn_implementation("eager")
+    assert_same_logits(model(ROW).logits, expected)
+    assert [kernel.launches for kernel in kernels] == [0] * len(KERNELS)
