@@ -6,7 +6,7 @@ import naive_model
 import pytest
 import torch
 import transformers
-from models.tiny import assert_same_logits, padded_mask, spread
+from models.tiny import assert_same_logits, padded_mask, spread, tiny_config
 
 from hysparse_hf import HySparseConfig, HySparseForCausalLM
 
@@ -216,6 +216,16 @@ class TestJson:
         assert loaded.to_dict() == config.to_dict()
         assert loaded.head_dim == 16
         assert loaded.v_head_dim == 24
+
+    def test_head_dim_of_its_own_shapes_every_projection_C02(self, tmp_path):
+        # 4 heads of 40 channels on a hidden size of 64.
+        tiny_config(head_dim=40).save_pretrained(tmp_path)
+        config = HySparseConfig.from_pretrained(tmp_path)
+        assert (config.head_dim, config.v_head_dim, config.hidden_size) == (40, 40, 64)
+        for layer in HySparseForCausalLM(config).model.layers:
+            attention = layer.self_attn
+            shapes = [tuple(getattr(attention, f"{name}_proj").weight.shape) for name in "qkvo"]
+            assert shapes == [(160, 64), (80, 64), (80, 64), (64, 160)]
 
     def test_round_trip_of_settings_per_kind(self, tmp_path):
         ropes = {"full": None, "sparse": ROPES["yarn"], "window": ROPES["linear"]}

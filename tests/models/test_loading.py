@@ -1,5 +1,6 @@
 """Saving and loading: initialisation, completeness of the state dict, and checkpoints that carry their own code."""
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -11,18 +12,20 @@ import pytest
 import torch
 import transformers
 from models.tiny import SWITCHES, draw_ids, tiny_config, tiny_model
+from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 
 import import_rules
 from hysparse_hf import HySparseConfig, HySparseForCausalLM, HySparseModel
 
 
-# Prepended to every fresh process: neither the package, nor triton, nor the network can be reached.
+# Prepended to every fresh process: neither the blocked packages nor the network can be reached.
 ISOLATED = """
 import importlib.abc, json, socket, sys
+argument = json.loads(sys.argv[1])
 class Blocked(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"hysparse_hf", "triton"}:
+        if name.split(".")[0] in argument["blocked"]:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Blocked())
 def refuse(*args, **kwargs):
@@ -30,16 +33,15 @@ def refuse(*args, **kwargs):
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-torch.set_num_threads(json.loads(sys.argv[1])["threads"])
-argument = json.loads(sys.argv[1])
+torch.set_num_threads(argument["threads"])
 """
 
 IDS = draw_ids(2, 40)
 
 
-def run_isolated(body, cache, **argument):
+def run_isolated(body, cache, blocked=("hysparse_hf", "triton"), **argument):
     """Run `body` in a fresh process and return what it prints last, as JSON."""
-    argument["threads"] = torch.get_num_threads()
+    argument |= {"threads": torch.get_num_threads(), "blocked": blocked}
     done = subprocess.run(
         [sys.executable, "-c", ISOLATED + body, json.dumps(argument)],
         capture_output=True,
@@ -69,7 +71,7 @@ base = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
 with torch.no_grad():
     logits = model(ids, use_cache=False).logits
     states = base(ids, use_cache=False).last_hidden_state
-torch.save({"logits": logits, "states": states}, argument["results"])
+torch.save({"logits": logits, "states": states, "weights": model.state_dict()}, argument["results"])
 tokens = model.generate(ids[:1, :9], max_new_tokens=5, do_sample=False, pad_token_id=0)
 words = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)("one two")["input_ids"]
 model.save_pretrained(again)
@@ -94,6 +96,7 @@ def generations(tmp_path_factory):
         expected = {
             "logits": model(IDS, use_cache=False).logits,
             "states": model.model(IDS, use_cache=False).last_hidden_state,
+            "weights": model.state_dict(),
         }
     tokens = model.generate(IDS[:1, :9], max_new_tokens=5, do_sample=False, pad_token_id=0)[0].tolist()
     seen, files = [], []
@@ -125,6 +128,12 @@ class TestFreshProcess:
     def test_neither_package_nor_triton_is_loaded_D03(self, generations, number):
         assert generations["seen"][number]["loaded"] == []
         assert generations["seen"][number]["modules"] == ["transformers_modules"]
+
+    @FIRST_AND_AGAIN
+    def test_loading_overwrites_no_stored_value_E01(self, generations, number):
+        found, wanted = generations["seen"][number]["weights"], generations["expected"]["weights"]
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
     @FIRST_AND_AGAIN
     @pytest.mark.parametrize("name", ["logits", "states"])
@@ -187,6 +196,33 @@ except ImportError:
     print(json.dumps(len(argument["files"])))
 """
         assert run_isolated(body, tmp_path, files=[str(path) for path in shipped]) == len(shipped)
+
+
+class TestWithoutTriton:
+    def test_the_package_loads_and_generates_D03(self, tmp_path):
+        model = tiny_model()
+        model.save_pretrained(tmp_path / "model")
+        body = """
+import hysparse_hf
+model = AutoModelForCausalLM.from_pretrained(argument["folder"], trust_remote_code=True).eval()
+tokens = model.generate(torch.tensor(argument["ids"]), max_new_tokens=5, do_sample=False, pad_token_id=0)
+print(json.dumps([type(model).__module__.split(".")[0], tokens.tolist(), "triton" in sys.modules]))
+"""
+        found = run_isolated(
+            body, tmp_path / "modules", blocked=["triton"], folder=str(tmp_path / "model"), ids=IDS[:, :9].tolist()
+        )
+        tokens = model.generate(IDS[:, :9], max_new_tokens=5, do_sample=False, pad_token_id=0)
+        assert found == ["hysparse_hf", tokens.tolist(), False]
+
+    def test_the_metadata_asks_for_it_on_linux_alone_with_a_lowest_version_D03_D07(self):
+        wanted = [Requirement(line) for line in importlib.metadata.requires("hysparse_hf")]
+        (triton,) = [requirement for requirement in wanted if requirement.name == "triton"]
+        assert [triton.marker.evaluate({"sys_platform": name}) for name in ("linux", "darwin", "win32")] == [
+            True,
+            False,
+            False,
+        ]
+        assert [part.operator for part in triton.specifier] == [">="]
 
 
 def test_folder_names_that_are_no_identifiers(tmp_path):
