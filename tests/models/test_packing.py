@@ -1,8 +1,8 @@
-"""Packed documents that come with a mask: they begin where positions restart among the visible tokens."""
+"""Packed documents: they begin where positions restart, or at `cu_seq_lens_q`; with a mask, among visible tokens."""
 
 import pytest
 import torch
-from models.tiny import CACHE_NAMES, tiny_config, tiny_model
+from models.tiny import CACHE_NAMES, assert_same_logits, draw_ids, tiny_config, tiny_model
 
 from hysparse_hf import HySparseCache
 from hysparse_hf.modeling.compat_transformers import cache_of
@@ -21,6 +21,23 @@ def packed_input():
 @torch.no_grad()
 def alone(model, documents):
     return torch.cat([model(document).logits for document in documents], 1)
+
+
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
+@torch.no_grad()
+def test_F12_packed_documents_give_logits_and_blocks_of_the_document_alone(by):
+    model = tiny_model(torch.float64)
+    documents = [draw_ids(1, length, seed=length) for length in (37, 46)]
+    ends = torch.tensor([0, 37, 83], dtype=torch.int32)
+    # As flash attention's arguments come: both bounds, both longest lengths.
+    bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 46, "max_length_k": 46}
+    positions = {"position_ids": torch.cat([torch.arange(37), torch.arange(46)])[None]}
+    given = positions if by == "position_ids" else {**positions, **bounds}
+    packed = model(torch.cat(documents, 1), output_selected_indices=True, **given)
+    apart = [model(document, output_selected_indices=True) for document in documents]
+    assert_same_logits(packed.logits, torch.cat([output.logits for output in apart], 1))
+    for layer, indices in enumerate(packed.selected_indices):
+        assert torch.equal(indices, torch.cat([output.selected_indices[layer] for output in apart], 2))
 
 
 @torch.no_grad()
