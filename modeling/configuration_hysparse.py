@@ -28,6 +28,25 @@ CHOICES = {
     "window_branch": ("own", "shared_kv", "none", "merged_shared", "merged_own"),
 }
 ROPE_TYPES_WITH_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+# Heads go to ranks by KV group, so each rank chooses blocks for its own groups. The norms inside the heads are whole
+# on every rank, but see only its heads: their gradients are summed.
+TENSOR_PARALLEL_PLAN = {
+    "embed_tokens": "embedding_rowwise",
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.gate_full_proj": "colwise",
+    "layers.*.self_attn.gate_global_proj": "colwise",
+    "layers.*.self_attn.gate_local_proj": "colwise",
+    "layers.*.self_attn.sink_global": "colwise",
+    "layers.*.self_attn.sink_local": "colwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
 
 
 def regular_layer_plan(num_layers: int, sparse_layers_per_full: int) -> list[str]:
@@ -90,6 +109,7 @@ class HySparseConfig(PreTrainedConfig):
     model_type = "hysparse"
     # A list, because Trainer adds one to it.
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
+    base_model_tp_plan = TENSOR_PARALLEL_PLAN
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -170,6 +190,12 @@ class HySparseConfig(PreTrainedConfig):
             raise ValueError(
                 f"`head_dim` and `v_head_dim` must be at least 1, got {self.head_dim} and {self.v_head_dim}; give "
                 "both, or leave them out for `hidden_size // num_attention_heads`."
+            )
+        ranks = getattr(getattr(self, "distributed_config", None), "tp_size", None) or 1
+        if self.num_key_value_heads % ranks:
+            raise ValueError(
+                f"`num_key_value_heads` ({self.num_key_value_heads}) must be a multiple of the tensor parallel size, "
+                f"got {ranks}: the heads of a KV group choose their blocks together; use fewer ranks."
             )
         if self.attention_dropout:
             raise ValueError(

@@ -142,6 +142,11 @@ class HySparseAttention(nn.Module):
             states = getattr(self, norm)(states).to(states.dtype)
         return states.transpose(1, 2)
 
+    def _sink(self, branch: str) -> torch.Tensor | None:
+        """The branch's sinks `(heads,)`; under tensor parallelism this rank's part of them."""
+        sink = getattr(self, f"sink_{branch}", None)
+        return sink.to_local() if hasattr(sink, "to_local") else sink
+
     def _full(self, states: States, layout: TokenLayout, n_selected: int, options: dict):
         output, _, indices, *weights = full_attention_with_oracle(
             *states,
@@ -179,7 +184,7 @@ class HySparseAttention(nn.Module):
     def _window_of_own(self, own: States, layout: TokenLayout, options: dict):
         """The local branch over the window cache's states; its map is placed among all columns."""
         rows = layout.window_rows(own[1].shape[2])
-        result = self._local(own, rows, options, sink=getattr(self, "sink_local", None))
+        result = self._local(own, rows, options, sink=self._sink("local"))
         output, weights = _with_weights(result)
         return output, None if weights is None else layout.window_in_history(weights)
 
@@ -190,7 +195,7 @@ class HySparseAttention(nn.Module):
         if not self.config.share_oracle:
             detached = (history[0].detach(), history[1].detach(), history[2].detach())
             indices = self._full(detached, layout, self.n_selected, {**options, "return_weights": False})[1]
-        sinks = {name: getattr(self, f"sink_{name}", None) for name in self.branches}
+        sinks = {name: self._sink(name) for name in self.branches}
         if branch == "merged_own" and self.config.share_full_kv:
             return {"global": self._merged(own, history, indices, sinks["global"], layout, options)}
         merged = self.config.sliding_window if branch.startswith("merged") else 0
@@ -220,7 +225,7 @@ class HySparseAttention(nn.Module):
         projection = getattr(self, f"gate_{branch}_proj", None)
         gate = None
         if projection is not None and not self.config.dense:
-            gate = torch.sigmoid(projection(hidden_states)).unflatten(-1, (self.num_heads, -1))
+            gate = torch.sigmoid(projection(hidden_states)).unflatten(-1, (output.shape[-2], -1))
             output = output * gate
         if weights is not None:
             weights = layout.restore_weights(weights)

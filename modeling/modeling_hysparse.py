@@ -1,5 +1,6 @@
 """HySparse, first generation (arXiv:2602.03560): full layers choose key blocks, sparse layers read them."""
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,13 @@ class HySparsePreTrainedModel(PreTrainedModel):
         super().save_pretrained(*args, **kwargs)
 
     @torch.no_grad()
+    def init_parallel_plans(self) -> None:
+        """As the library's; leaves out rules for parts that this configuration lacks, which it would warn about."""
+        super().init_parallel_plans()
+        names = [name for name, _ in (*self.named_modules(), *self.named_parameters())]
+        present = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
+        self._tp_plan = {rule: style for rule, style in self._tp_plan.items() if rule in present}
+
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         # Gates start at one half and sinks at zero, as in the paper's architecture from scratch. Each module fills its
@@ -185,6 +193,8 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
     def __init__(self, config: HySparseConfig):
         super().__init__(config)
         self.model = HySparseModel(config)

@@ -35,6 +35,7 @@ class Mutant(NamedTuple):
     """Replace `old`, which occurs once in `file`, by `new`; `test` must fail."""
 
     file: str
+PARALLEL = "tests/models/test_distributed.py::TestTensorParallel::test_equals_one_process"
     old: str
     new: str
     test: str
@@ -163,8 +164,8 @@ MUTANTS = {
     ),
     "swapped-sinks": Mutant(
         DECODER,
-        'sink=getattr(self, "sink_local", None)',
-        'sink=getattr(self, "sink_global", None)',
+        'sink=self._sink("local")',
+        'sink=self._sink("global")',
         LOGITS,
     ),
     "local-branch-from-the-full-layers-kv": Mutant(
@@ -244,6 +245,18 @@ MUTANTS = {
         "if q_len > 1 else None",
         "if q_len > 1 and bool(visible.any()) else None",
         f"{FORWARD}::TestNoHostSynchronisation::test_masked_forward_and_decode_step_D09",
+    ),
+    "gates-for-the-heads-of-all-ranks": Mutant(
+        DECODER,
+        "unflatten(-1, (output.shape[-2], -1))",
+        "unflatten(-1, (self.num_heads, -1))",
+        PARALLEL,
+    ),
+    "norm-gradients-of-one-rank": Mutant(
+        CONFIG,
+        '    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",\n',
+        "",
+        PARALLEL,
     ),
     "padding-keeps-its-columns": Mutant(
         ROWS,

@@ -1,0 +1,97 @@
+"""Two processes on one machine: data parallel, fully sharded and tensor parallel training equal one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+WORKER = Path(__file__).with_name("distributed_worker.py")
+RANKS = pytest.mark.parametrize("rank", [0, 1])
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """Per rank what the checks of `distributed_worker.py` returned, by name."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environ,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        printed = [worker.communicate(timeout=240)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(printed)[-5000:]
+    return {"printed": printed, "ranks": [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]}
+
+
+def outcome(seen, rank, name):
+    result = seen["ranks"][rank][name]
+    assert "failure" not in result, result["failure"]
+    return result
+
+
+@RANKS
+@pytest.mark.parametrize("name", ["ddp", "ddp-checkpointing"])
+def test_data_parallel_needs_no_search_for_unused_parameters(seen, rank, name):
+    result = outcome(seen, rank, name)
+    assert result["missing"] == []
+    assert result["worst"] < 1e-10
+
+
+@RANKS
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-reentrant", "fsdp2-not-reentrant", "fsdp2-library"])
+def test_fully_sharded_gradients_survive_rebuilt_arguments_B03(seen, rank, name):
+    result = outcome(seen, rank, name)
+    assert result["missing"] == []
+    assert result["worst"] < 1e-10
+
+
+@RANKS
+def test_fully_sharded_mixed_precision_computes_what_a_bfloat16_model_does_B03(seen, rank):
+    assert outcome(seen, rank, "fsdp2-mixed-precision") == {"equal": True, "dtypes": ["torch.float32"]}
+
+
+@RANKS
+class TestTensorParallel:
+    SETTINGS = ("wide_values", "window_layers", "headwise_full_gate")
+
+    @pytest.mark.parametrize("name", SETTINGS)
+    def test_equals_one_process(self, seen, rank, name):
+        result = outcome(seen, rank, f"tp-{name}")
+        assert result["missing"] == []
+        assert result["worst"] < 1e-10
+        assert result["logits"] < 1e-10
+        assert result["tokens"]
+
+    @pytest.mark.parametrize("name", SETTINGS)
+    def test_each_rank_selects_for_its_own_kv_groups(self, seen, rank, name):
+        assert outcome(seen, rank, f"tp-{name}")["own_groups"]
+
+    @pytest.mark.parametrize("name", SETTINGS)
+    def test_only_norms_stay_whole(self, seen, rank, name):
+        kept = outcome(seen, rank, f"tp-{name}")["whole"]
+        assert kept
+        assert [key for key in kept if "norm" not in key] == []
+
+    @pytest.mark.parametrize("name", SETTINGS)
+    def test_saves_whole_tensors_F11(self, seen, rank, name):
+        assert outcome(seen, rank, f"tp-{name}")["saved"]
+
+    def test_kv_heads_that_do_not_divide_are_refused(self, seen, rank):
+        assert "`num_key_value_heads` (1) must be a multiple" in outcome(seen, rank, "tp-one-kv-head")["error"]
+
+    def test_no_rule_of_the_plan_is_left_over(self, seen, rank):
+        assert "match nothing" not in seen["printed"][rank]
