@@ -14,7 +14,9 @@ import torch
 
 from .reference_hysparse import block_sparse_attention as block_sparse_reference
 from .reference_hysparse import full_attention_with_oracle as full_attention_reference
+from .reference_hysparse import full_attention_with_token_oracle as token_oracle_reference
 from .reference_hysparse import sliding_window_attention as sliding_window_reference
+from .reference_hysparse import token_sparse_attention as token_sparse_reference
 from .rows_hysparse import PLAIN_ROWS, Rows
 
 
@@ -25,7 +27,9 @@ BACKENDS = ("auto", "reference", "triton")
 # The loader of checkpoints copies only files that it finds in literal imports, so back ends are imported by name.
 _REFERENCE: dict[str, Callable[..., tuple]] = {
     "full_attention_with_oracle": full_attention_reference,
+    "full_attention_with_token_oracle": token_oracle_reference,
     "block_sparse_attention": block_sparse_reference,
+    "token_sparse_attention": token_sparse_reference,
     "sliding_window_attention": sliding_window_reference,
 }
 
@@ -91,6 +95,8 @@ def _run(backend: str, operation: str, query: torch.Tensor, *others: torch.Tenso
         if isinstance(kernels, ImportError):
             raise kernels
         try:
+            if operation not in kernels:
+                raise NotImplementedError(f"`{operation}` has no Triton kernel; use backend='reference'.")
             return kernels[operation](query, *others, **options)
         except NotImplementedError as reason:
             if by_name:
@@ -185,6 +191,52 @@ def full_attention_with_oracle(
     return results if return_weights else results[:3]
 
 
+def full_attention_with_token_oracle(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    n_selected: int,
+    window: int,
+    scaling: float | None = None,
+    rows: Rows | None = None,
+    head_reduction: str = "max",
+    return_weights: bool = False,
+    backend: str = "auto",
+) -> tuple[torch.Tensor | None, ...]:
+    """Causal softmax attention whose own probabilities choose the top tokens per query and KV head.
+
+    Args:
+        query, key, value, scaling, rows, head_reduction, return_weights, backend: as in `full_attention_with_oracle`.
+        n_selected (`int`): tokens chosen per query and KV head; 0 chooses none and returns no indices.
+        window (`int`): the last `window` tokens, the query's own included, are left out of the choice: the sparse
+            layers read them anyway. 0 leaves out none.
+    Returns:
+        `(output, lse, indices)` as in `full_attention_with_oracle`; indices in tokens since the document's first.
+    Raises:
+        ValueError, NotImplementedError: as in `full_attention_with_oracle`.
+    Source: HySparse2 (arXiv:2609.26368), token-level selection; ties go to the lower index.
+    """
+    _check_states(query, key, value)
+    _check_choice("head_reduction", head_reduction, ("max", "mean"))
+    _check_at_least("n_selected", n_selected, 0)
+    _check_at_least("window", window, 0)
+    results = _run(
+        backend,
+        "full_attention_with_token_oracle",
+        query,
+        key,
+        value,
+        n_selected=n_selected,
+        window=window,
+        scaling=_scaling(scaling, query),
+        rows=_checked_rows(rows, query, key),
+        head_reduction=head_reduction,
+        return_weights=return_weights,
+    )
+    return results if return_weights else results[:3]
+
+
 def block_sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -220,12 +272,7 @@ def block_sparse_attention(
     _check_sink(sink, query)
     _check_at_least("block_size", block_size, 1)
     _check_at_least("window", window, 0)
-    expected = (query.shape[0], key.shape[1], query.shape[2])
-    if indices.dim() != 4 or indices.shape[:3] != expected or indices.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"`indices` must be integers (batch, kv_heads, q_len, n) = ({', '.join(map(str, expected))}, n), got "
-            f"{tuple(indices.shape)} of {indices.dtype}; pass what the full layer returned for these queries."
-        )
+    _check_indices(indices, query, key)
     results = _run(
         backend,
         "block_sparse_attention",
@@ -236,6 +283,54 @@ def block_sparse_attention(
         block_size=block_size,
         sink=sink,
         window=window,
+        scaling=_scaling(scaling, query),
+        rows=_checked_rows(rows, query, key),
+        return_weights=return_weights,
+    )
+    return _asked_for(results, return_lse, return_weights)
+
+
+def token_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    window: int,
+    sink: torch.Tensor | None = None,
+    scaling: float | None = None,
+    rows: Rows | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Attend from each query to the last `window` tokens and to selected ones, in one softmax.
+
+    Args:
+        query, key, value, scaling, rows, backend: as in `full_attention_with_oracle`.
+        indices (`torch.Tensor`): int32 `(batch, kv_heads, q_len, n)`, in tokens since the document's first; -1 means
+            none; a token listed twice, or listed and inside the window, counts once.
+        window (`int`): tokens, the query's own included; 0 for none.
+        sink, return_lse, return_weights: as in `block_sparse_attention`.
+    Returns:
+        `torch.Tensor`: `(batch, heads, q_len, v_head_dim)`; 0 where nothing is attended. A tuple when more is asked.
+    Raises:
+        ValueError, NotImplementedError: as in `full_attention_with_oracle`.
+    Source: HySparse2 (arXiv:2609.26368), token-level selection.
+    """
+    _check_states(query, key, value)
+    _check_sink(sink, query)
+    _check_at_least("window", window, 0)
+    _check_indices(indices, query, key)
+    results = _run(
+        backend,
+        "token_sparse_attention",
+        query,
+        key,
+        value,
+        indices,
+        window=window,
+        sink=sink,
         scaling=_scaling(scaling, query),
         rows=_checked_rows(rows, query, key),
         return_weights=return_weights,
@@ -362,6 +457,15 @@ def _check_sink(sink: torch.Tensor | None, query: torch.Tensor) -> None:
         raise ValueError(f"`sink` must have shape (heads,) = ({query.shape[1]},), got {tuple(sink.shape)}.")
 
 
+def _check_indices(indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+    expected = (query.shape[0], key.shape[1], query.shape[2])
+    if indices.dim() != 4 or indices.shape[:3] != expected or indices.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"`indices` must be integers (batch, kv_heads, q_len, n) = ({', '.join(map(str, expected))}, n), got "
+            f"{tuple(indices.shape)} of {indices.dtype}; pass what the full layer returned for these queries."
+        )
+
+
 def _checked_rows(rows: Rows | None, query: torch.Tensor, key: torch.Tensor) -> Rows:
     if rows is None:
         return PLAIN_ROWS
@@ -369,6 +473,7 @@ def _checked_rows(rows: Rows | None, query: torch.Tensor, key: torch.Tensor) -> 
     rules = (
         ("query_start", rows.query_start, ((batch,),)),
         ("first_key", rows.first_key, ((batch, q_len), (batch, 1), (1, q_len), (1, 1))),
+        ("query_columns", rows.query_columns, ((batch, q_len), (1, q_len))),
         ("visibility", rows.visibility, tuple((n, m, q_len, key.shape[2]) for n in (batch, 1) for m in (heads, 1))),
     )
     for name, tensor, shapes in rules:

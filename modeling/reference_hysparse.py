@@ -7,12 +7,12 @@ are rounded to the value dtype before they meet the values, as in the kernels. L
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from .rows_hysparse import Rows
-from .selection_hysparse import chosen_blocks, reduce_blocks, reduce_heads, select_blocks
+from .selection_hysparse import chosen_blocks, reduce_blocks, reduce_heads, select_blocks, select_tokens
 
 
 # Scores held at once, in elements. On two CPU cores 2M (8 MB of float32) ran fastest at 8,192 tokens.
@@ -41,6 +41,70 @@ def full_attention_with_oracle(
         `(output, lse, indices, weights)`; the last two are None when not asked for.
     Source: HySparse (arXiv:2602.03560), section 3.2 and equation 3.
     """
+
+    def select(scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        forced = {"forced_first_blocks": forced_first_blocks, "forced_local_blocks": forced_local_blocks}
+        return select_blocks(scores, position // block_size, n_selected, **forced)
+
+    return _attend_and_choose(
+        (query, key, value),
+        select if n_selected else None,
+        block_size=block_size,
+        block_reduction=block_reduction,
+        head_reduction=head_reduction,
+        scaling=scaling,
+        rows=rows,
+        return_weights=return_weights,
+    )
+
+
+def full_attention_with_token_oracle(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    n_selected: int,
+    window: int,
+    scaling: float,
+    rows: Rows,
+    head_reduction: str = "max",
+    return_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Causal softmax attention that also chooses single tokens before its window; `n_selected=0` chooses none.
+
+    Returns:
+        `(output, lse, indices, weights)`; the last two are None when not asked for.
+    Source: HySparse2 (arXiv:2609.26368), token-level selection.
+    """
+
+    def select(scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return select_tokens(scores, position, n_selected, window)
+
+    return _attend_and_choose(
+        (query, key, value),
+        select if n_selected else None,
+        block_size=1,
+        block_reduction="max",
+        head_reduction=head_reduction,
+        scaling=scaling,
+        rows=rows,
+        return_weights=return_weights,
+    )
+
+
+def _attend_and_choose(
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    select: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+    *,
+    block_size: int,
+    block_reduction: str,
+    head_reduction: str,
+    scaling: float,
+    rows: Rows,
+    return_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Full attention; `select` makes indices of each KV head's scores and each query's position in its document."""
+    query, key, value = states
     batch, heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1:3]
     pieces = _Pieces(return_weights, kv_len)
@@ -51,7 +115,7 @@ def full_attention_with_oracle(
         logits = _masked_logits(query[:, :, start:stop], key[:, :, :limit], visible, scaling)
         output, lse, weights = _softmax(logits, value[:, :, :limit], None, return_weights)
         pieces.add(output, lse, weights, 0)
-        if n_selected:
+        if select is not None:
             columns = _document_columns(logits.detach(), rows, start, stop)
             if block_reduction == "max":
                 scores = reduce_blocks(columns, block_size, "max") * LN2
@@ -61,17 +125,9 @@ def full_attention_with_oracle(
             scores = scores - lse.detach().nan_to_num(neginf=0.0).unflatten(1, (kv_heads, -1))[..., None]
             owned = rows.owned_columns(start, stop, q_len, kv_len, query.device)
             first = rows.first_columns(start, stop)
-            indices.append(
-                select_blocks(
-                    reduce_heads(scores, head_reduction),
-                    (owned if first is None else owned - first) // block_size,
-                    n_selected,
-                    forced_first_blocks=forced_first_blocks,
-                    forced_local_blocks=forced_local_blocks,
-                )
-            )
+            indices.append(select(reduce_heads(scores, head_reduction), owned if first is None else owned - first))
     output, lse, weights = pieces.join(query.dtype)
-    return output, lse, torch.cat(indices, dim=2) if n_selected else None, weights
+    return output, lse, torch.cat(indices, dim=2) if select is not None else None, weights
 
 
 def block_sparse_attention(
@@ -119,6 +175,38 @@ def block_sparse_attention(
     return pieces.join(query.dtype)
 
 
+def token_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    window: int,
+    scaling: float,
+    rows: Rows,
+    sink: torch.Tensor | None = None,
+    return_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """One softmax over the last `window` tokens and the selected ones: selected blocks of one token each.
+
+    Returns:
+        `(output, lse, weights)`; lse excludes the sink.
+    Source: HySparse2 (arXiv:2609.26368), token-level selection.
+    """
+    return block_sparse_attention(
+        query,
+        key,
+        value,
+        indices,
+        block_size=1,
+        window=window,
+        scaling=scaling,
+        rows=rows,
+        sink=sink,
+        return_weights=return_weights,
+    )
+
+
 def sliding_window_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -139,7 +227,7 @@ def sliding_window_attention(
     batch, heads, q_len, _ = query.shape
     kv_len = key.shape[2]
     # Only where no row has an offset of its own is the band of keys known without looking at the data.
-    banded = rows.query_start is None
+    banded = rows.query_start is None and rows.query_columns is None
     width = min(kv_len, 2 * window) if banded else kv_len
     pieces = _Pieces(return_weights, kv_len)
     for start, stop in _chunks(q_len, batch * heads * width, at_most=max(window, 64) if banded else None):
@@ -201,7 +289,8 @@ def _chunks(q_len: int, elements_per_query: int, at_most: int | None = None) -> 
 
 def _last_visible(rows: Rows, stop: int, q_len: int, kv_len: int) -> int:
     """One past the last column that any of the queries before `stop` may see."""
-    return kv_len if rows.visibility is not None else kv_len - q_len + stop
+    is_ordered = rows.visibility is None and rows.query_columns is None
+    return kv_len - q_len + stop if is_ordered else kv_len
 
 
 def _state_dtype(states: torch.Tensor) -> torch.dtype:

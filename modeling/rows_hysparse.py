@@ -5,7 +5,7 @@ A cached key then stands at the column that equals its content position, whateve
 alone hides padding. What is left to describe is one offset per row, and where packed documents begin.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -23,12 +23,15 @@ class Rows:
             query's document (packing), or of the row (left padding). Default 0.
         visibility (`torch.Tensor`, *optional*): `(batch, 1 or heads, q_len, kv_len)`, bool: a caller's own mask. It
             replaces causality, and blocks and windows count slots. Reference back end only.
+        query_columns (`torch.Tensor`, *optional*): `(batch or 1, q_len)`, integer: the key column owned by each query,
+            where queries are not neighbours; in place of `query_start`. Reference back end only.
     Source: HySparse (arXiv:2602.03560) has no padding; the rule "blocks count a document's own tokens" is ours.
     """
 
     query_start: torch.Tensor | None = None
     first_key: torch.Tensor | None = None
     visibility: torch.Tensor | None = None
+    query_columns: torch.Tensor | None = None
 
     @staticmethod
     def from_padding(padding: torch.Tensor) -> "Rows":
@@ -52,6 +55,8 @@ class Rows:
 
     def owned_columns(self, start: int, stop: int, q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
         """Key column owned by each of the queries `start:stop`, shape `(batch or 1, stop - start)`."""
+        if self.query_columns is not None:
+            return self.query_columns[:, start:stop]
         steps = torch.arange(start, stop, device=device)
         if self.query_start is None:
             return (steps + kv_len - q_len)[None]
@@ -73,11 +78,11 @@ class TokenLayout:
 
     Args:
         positions (`torch.Tensor`): `(batch or 1, q_len)`: content position of each new token, in slot order.
-        past (`int`): slots cached before the new tokens.
+        past (`int`): columns before those of the new tokens: slots cached, or all other room of a pre-allocated cache.
         rows (`Rows`): for attention over keys that are stored by content position.
         order (`torch.Tensor`, *optional*): `(batch, q_len)`: slot of the i-th compact token; None keeps slots.
         place (`torch.Tensor`, *optional*): `(batch, q_len)`: the inverse, compact index of the token in each slot.
-        visible (`torch.Tensor`, *optional*): `(batch, past + q_len)`, bool, in slots.
+        visible (`torch.Tensor`, *optional*): `(batch, slots)`, bool, of cached and new slots.
         past_counts, new_counts (`torch.Tensor`, *optional*): `(batch,)`: visible tokens cached and arriving.
     """
 
@@ -100,10 +105,10 @@ class TokenLayout:
 
     def restore_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """Attention maps `(batch, heads, q_len, columns)` from compact order into slots, 0 at padding."""
+        weights = self.restore(weights)
         if self.visible is None:
             return weights
         column = (self.visible.cumsum(-1) - 1).clamp(min=0)[:, None, None]
-        weights = self.restore(weights)
         weights = weights.gather(-1, column.expand(*weights.shape[:3], -1))
         return weights * self.visible[:, None, None]
 
@@ -127,10 +132,10 @@ class TokenLayout:
 
     def hide_padding(self, indices: torch.Tensor) -> torch.Tensor:
         """Indices `(batch, kv_heads, q_len, n)` in slot order, with -1 where the query is padding."""
-        if self.visible is None:
+        if self.new_counts is None:
             return indices
-        is_token = self.visible[:, -indices.shape[2] :, None]
-        return torch.where(is_token[:, None], indices, -1)
+        place = torch.zeros_like(self.positions) if self.place is None else self.place
+        return torch.where((place < self.new_counts[:, None])[:, None, :, None], indices, -1)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "TokenLayout":
         """The same layout on another device (layers of one model may stand on several)."""
@@ -140,7 +145,7 @@ class TokenLayout:
         def move(tensor):
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
-        rows = Rows(*(move(part) for part in (self.rows.query_start, self.rows.first_key, self.rows.visibility)))
+        rows = Rows(**{part.name: move(getattr(self.rows, part.name)) for part in fields(Rows)})
         names = ("positions", "order", "place", "visible", "past_counts", "new_counts")
         return replace(self, rows=rows, **{name: move(getattr(self, name)) for name in names})
 
@@ -150,27 +155,31 @@ def _take(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return states.gather(2, index.expand(-1, states.shape[1], -1, *states.shape[3:]))
 
 
-def layout_of_mask(attention_mask: torch.Tensor, q_len: int) -> TokenLayout:
+def layout_of_mask(attention_mask: torch.Tensor, q_len: int, past_counts: torch.Tensor | None = None) -> TokenLayout:
     """Layout of rows with padding anywhere: left, right, or holes between turns.
 
     Args:
         attention_mask (`torch.Tensor`): `(batch, past + q_len)`, nonzero where a token is visible.
         q_len (`int`): how many of the last columns are new.
+        past_counts (`torch.Tensor`, *optional*): `(batch,)`, visible tokens cached, where the mask is of the new ones
+            alone; attention maps then keep a column per content position.
     """
     visible = attention_mask.bool()
     new = visible[:, -q_len:]
     past = visible.shape[1] - q_len
-    past_counts = visible[:, :past].sum(-1)
+    is_whole = past_counts is None
+    if is_whole:
+        past_counts = visible[:, :past].sum(-1)
     positions = (past_counts[:, None] + new.cumsum(-1) - 1).clamp(min=0)
     # One new token has one place; sorting would only cost a launch.
     order = torch.argsort((~new).long(), dim=-1, stable=True) if q_len > 1 else None
     return TokenLayout(
         positions=positions,
         past=past,
-        rows=Rows(query_start=past_counts) if past else PLAIN_ROWS,
+        rows=PLAIN_ROWS if is_whole and not past else Rows(query_start=past_counts),
         order=order,
         place=None if order is None else torch.argsort(order, dim=-1),
-        visible=visible,
+        visible=visible if is_whole else None,
         past_counts=past_counts,
         new_counts=new.sum(-1),
     )

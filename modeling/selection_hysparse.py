@@ -67,6 +67,35 @@ def select_blocks(
     return pack_ids(chosen, visible.gather(-1, chosen), n_selected)
 
 
+def select_tokens(scores: torch.Tensor, position: torch.Tensor, n_selected: int, window: int) -> torch.Tensor:
+    """Choose the tokens with the highest scores among those a query sees before its window.
+
+    No row is sorted: the score at the cut is found, what lies above it is chosen, and among equals at the cut the
+    lowest ids fill the rest.
+
+    Args:
+        scores (`torch.Tensor`): `(batch, kv_heads, q_len, tokens)`, log scores; `-inf` where a token is not seen.
+        position (`torch.Tensor`): `(batch or 1, q_len)`: the query's own place among the tokens.
+        n_selected (`int`): ids per index row.
+        window (`int`): tokens up to the query's own that are read anyway and not listed; 0 for none.
+    Returns:
+        `torch.Tensor`: int32 `(batch, kv_heads, q_len, n_selected)`, ascending ids, then -1.
+    Source: HySparse2 (arXiv:2609.26368), token-level selection; ties go to the lower id.
+    """
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    own = position[:, None, :, None]
+    scores = scores.masked_fill((ids > own - window) & (ids <= own), -math.inf)
+    width = min(n_selected, scores.shape[-1])
+    cut = torch.topk(scores, width, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above = scores > cut
+    at_cut = (scores == cut) & (cut > -math.inf)
+    chosen = above | (at_cut & (at_cut.cumsum(-1) <= width - above.sum(-1, keepdim=True)))
+    # Each chosen id goes to its rank, the others to a column behind the row.
+    place = torch.where(chosen, chosen.cumsum(-1) - 1, n_selected)
+    rows = torch.full((*scores.shape[:-1], n_selected + 1), -1, dtype=torch.int32, device=scores.device)
+    return rows.scatter_(-1, place, ids.to(torch.int32).expand_as(place))[..., :n_selected]
+
+
 def pack_ids(ids: torch.Tensor, valid: torch.Tensor, width: int) -> torch.Tensor:
     """Index rows in their one form: valid ids ascending, then -1, `width` columns, int32."""
     beyond = torch.iinfo(torch.int32).max

@@ -329,6 +329,7 @@ def check_supported(query, key, value, *, scaling, rows, return_weights=False) -
         (query.shape[0] * key.shape[1] <= 65535, "at most 65535 KV heads in all rows"),
         (scaling > 0, f"a positive `scaling`, got {scaling}"),
         (rows.visibility is None, "`rows` without `visibility`"),
+        (rows.query_columns is None, "`rows` without `query_columns`"),
         (not return_weights, "`return_weights=False`"),
     )
     for holds, rule in rules:

@@ -41,6 +41,8 @@ class Place:
 def place_of(rows: Rows, batch: int, head: int, query: int, q_len: int, kv_len: int) -> Place:
     """Read `rows` for one query."""
     own = query + (kv_len - q_len if rows.query_start is None else int(rows.query_start[batch]))
+    if rows.query_columns is not None:
+        own = int(rows.query_columns[batch % rows.query_columns.shape[0], query])
     if rows.visibility is not None:
         mask = rows.visibility[batch % rows.visibility.shape[0], head % rows.visibility.shape[1], query]
         return Place(own, 0, [column for column in range(kv_len) if mask[column]])
@@ -121,6 +123,57 @@ def full_attention(query, key, value, *, scaling=None, rows=NOTHING, sink=None, 
                     chosen = rank_blocks(logits, place.seen, place.first, place.own, options)
                     indices[batch, kv_head, index, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
     return output, lse, indices, weights
+
+
+def rank_tokens(logits_of_heads, columns, first, own, n_selected, window, head_reduction):
+    """Chosen tokens before the window of one query and KV head, counted from the document's first."""
+    scores = {}
+    for i, column in enumerate(columns):
+        if not own - window < column <= own:
+            per_head = [float(logits[i] - torch.logsumexp(logits, 0)) for logits in logits_of_heads]
+            mean = float(torch.logsumexp(torch.tensor(per_head, dtype=torch.float64), 0))
+            scores[column - first] = max(per_head) if head_reduction == "max" else mean
+    ranked = sorted(scores, key=lambda token: (-scores[token], token))
+    return sorted(ranked[:n_selected])
+
+
+def full_attention_with_token_oracle(
+    query, key, value, *, n_selected, window, head_reduction="max", scaling=None, rows=NOTHING
+):
+    """Output, log-sum-exp, token indices and attention map of a full layer."""
+    output, lse, _, weights = full_attention(query, key, value, scaling=scaling, rows=rows)
+    batches, heads, q_len, dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    group, scaling = heads // kv_heads, dim**-0.5 if scaling is None else scaling
+    indices = torch.full((batches, kv_heads, q_len, n_selected), -1, dtype=torch.int32)
+    for batch in range(batches):
+        for kv_head in range(kv_heads):
+            for index in range(q_len):
+                members = range(kv_head * group, (kv_head + 1) * group)
+                place = place_of(rows, batch, members[0], index, q_len, kv_len)
+                if place.seen:
+                    states = key[batch, kv_head, place.seen].detach()
+                    logits = [states @ query[batch, head, index].detach() * scaling for head in members]
+                    chosen = rank_tokens(
+                        logits, place.seen, place.first, place.own, n_selected, window, head_reduction
+                    )
+                    indices[batch, kv_head, index, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+    return output, lse, indices, weights
+
+
+def token_sparse_attention(query, key, value, indices, *, window, scaling=None, rows=NOTHING, sink=None):
+    """Output, log-sum-exp and attention map over the union of the listed tokens and the window."""
+    q_len, dim = query.shape[2:]
+    kv_heads, kv_len = key.shape[1:3]
+    group = query.shape[1] // kv_heads
+
+    def columns_of(batch, head, index):
+        place = place_of(rows, batch, head, index, q_len, kv_len)
+        listed = {place.first + token for token in indices[batch, head // group, index].tolist() if token >= 0}
+        near = set(range(place.own - window + 1, place.own + 1))
+        return [column for column in place.seen if column in listed | near]
+
+    return _every_query(query, key, value, columns_of, dim**-0.5 if scaling is None else scaling, sink)
 
 
 def block_sparse_attention(query, key, value, indices, *, block_size, scaling=None, rows=NOTHING, sink=None, window=0):
