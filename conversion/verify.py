@@ -1,186 +1,244 @@
-"""Does a converted checkpoint hold what its source holds? Tensor by tensor, module by module, and in the logits.
+"""`hysparse verify`: does a checkpoint hold what its source holds, and what does each rung of the ladder cost?
 
-`weight_faults` compares every tensor through the inverse map and says what a wrong one holds instead.
-`module_faults` runs the source and compares each module under its own inputs, so that a wrong table is caught too.
-`dense_difference` is the one number: the logits of the `dense=True` switch against the source's.
+First the tensors, bit for bit. Then the ladder: each rung's predictions beside the source's own, the numbers it
+finds in a long text, and the error of each layer's attention. One model is in memory at a time, in float32.
 """
 
-from collections.abc import Callable
+import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
-from hysparse_hf.modeling.modeling_hysparse import HySparseForCausalLM
 
-from .families import family_of
-from .key_map import KEY_MAPS, OPERATIONS, Entry, KeyMap, build_key_map, target_shapes
-from .source import FolderSource, GgufSource, open_source
+from .faults import (
+    Source,
+    checkpoint_map,
+    compare_tensors,
+    dense_difference,
+    fitted_changes,
+    module_faults,
+    same_bits,
+    weight_faults,
+)
+from .ladder import load_rung, rungs_of
+from .passkey import Passkey, make_passkeys, measure_retrieval
+from .quality import (
+    AttentionStates,
+    Figures,
+    attention_errors,
+    compare_predictions,
+    on_device,
+    predict,
+    record_attention,
+    record_of,
+    total_of,
+)
+from .source import open_source
+from .texts import GivenText, Text, add_text_arguments, read_texts
 
 
-Source = FolderSource | GgufSource
+__all__ = [
+    "Source",
+    "checkpoint_map",
+    "compare_tensors",
+    "dense_difference",
+    "module_faults",
+    "same_bits",
+    "verify",
+    "weight_faults",
+]
+
+logger = logging.get_logger(__name__)
+
+# How far rung 0 may be from the source, relative to the largest logit. Rounding gives 1e-6 to 1e-5, more in deeper
+# models; one projection rounded to bfloat16 gives 6e-4 in the tests' five layers.
+DENSE_TOLERANCE = 1e-4
+# Of text that both models read, module by module, to name what differs.
+MODULE_TOKENS = 256
 
 
-def checkpoint_map(source: Source, config: HySparseConfig) -> KeyMap:
-    """The key map from a source to a checkpoint of `config`.
-
-    Raises:
-        ValueError: keys that do not fit; see `build_key_map`.
-    """
-    _, family = family_of(source.raw_config, source.name)
-    return build_key_map(
-        KEY_MAPS[family.key_map],
-        {key: info.shape for key, info in source.tensors.items()},
-        target_shapes(config),
-        prefixes=family.prefixes,
-        tied=config.tie_word_embeddings,
-    )
-
-
-def weight_faults(source: str | Path | Source, out: str | Path) -> list[str]:
-    """Compare every tensor of a converted checkpoint with its source, bit for bit where the dtype was kept.
+def verify(
+    source: str | Path,
+    out: str | Path,
+    *,
+    text: GivenText | None = None,
+    length: int = 2048,
+    windows: int = 1,
+    samples: int = 100,
+    sample_length: int | None = None,
+) -> dict[str, Any]:
+    """Check a converted checkpoint against its source and measure the ladder between them.
 
     Args:
-        source (`str`, `Path`, `FolderSource` or `GgufSource`): the dense checkpoint.
+        source (`str` or `Path`): the dense checkpoint, as for `convert`.
         out (`str` or `Path`): the converted checkpoint, before any training.
+        text (*optional*): text files, or token ids `(windows, length)`; without it the source samples its own.
+        length (`int`): tokens per window of text. Only what lies beyond the budget is left out by a selection.
+        windows (`int`): windows per text file.
+        samples (`int`): passkeys to look for; 0 for none.
+        sample_length (`int`, *optional*): tokens of a passkey's text; default: `length`.
     Returns:
-        `list[str]`: one line per wrong tensor, beginning with its name; empty when all agree.
+        `dict`: `faults`: one line each, beginning with the tensor or module, empty for a right conversion; `tensors`:
+        how many are equal, new and fitted, and how far each fitted one is from its source; and unless a tensor is
+        wrong `dense_difference`, `source_perplexity`, and `ladder`: per rung its figures, by text also, its share of
+        passkeys, and errors of the attention outputs by layer and by position in the layer's group.
+    Raises:
+        ValueError, NotImplementedError, FileNotFoundError: something else than two checkpoints and text.
     """
-    source = source if isinstance(source, Source) else open_source(source)
-    converted = FolderSource(Path(out))
-    key_map = checkpoint_map(source, HySparseConfig.from_pretrained(out))
-    return compare_tensors(source, converted, key_map)
+    opened, out = open_source(source), Path(out)
+    config = HySparseConfig.from_pretrained(out)
+    rungs = rungs_of(config)
+    report: dict[str, Any] = {
+        "source": opened.name,
+        "checkpoint": out.resolve().name,
+        "faults": weight_faults(opened, out),
+    }
+    if report["faults"]:
+        return report
+    key_map, fitted = checkpoint_map(opened, config), fitted_changes(opened, out)
+    mapped = sum(entry.target is not None for entry in key_map.entries)
+    report["tensors"] = {"equal": mapped - len(fitted), "new": len(key_map.new), "fitted": fitted}
+    texts = read_texts(opened, text, length=length, windows=windows)
+    passkeys = _passkeys(opened, samples, min(sample_length or length, config.max_position_embeddings))
+    _warn_of_short(texts, passkeys, config.oracle_budget)
+    report["text"] = [{"name": item.name, "tokens": sum(map(len, item.windows))} for item in texts]
+    teacher = predict(on_device(opened.load_model(torch.float32)), texts, "source")
+    dense: AttentionStates | None = None
+    report["ladder"] = []
+    for rung in logging.tqdm(rungs, desc="ladder", unit="rung"):
+        model = on_device(load_rung(rung, opened, out))
+        figures = compare_predictions(teacher, predict(model, texts, f"rung {rung.number}"), texts)
+        if dense is None:
+            # The first rung is the dense one: it must be the source, and is what the others are compared with inside.
+            report |= _dense_record(figures)
+            report["faults"] = _dense_faults(report["dense_difference"], source, out, texts)
+            if report["faults"]:
+                return report
+            dense = record_attention(model, texts[0].windows[0])
+        report["ladder"].append(
+            {"rung": rung.number, "name": rung.name, "switches": rung.switches}
+            | record_of(figures, texts)
+            | {"retrieval": measure_retrieval(model, passkeys, f"rung {rung.number}") if passkeys else None}
+            | _error_record(attention_errors(model, texts[0].windows[0], dense), config)
+        )
+        # The next rung is loaded into the room of this one.
+        del model
+    return report
 
 
-def compare_tensors(source: Source, converted: FolderSource, key_map: KeyMap) -> list[str]:
-    """`weight_faults` for a source and a checkpoint that are open already; one shard at a time."""
-    expected = {entry.target for entry in key_map.entries if entry.target} | key_map.new.keys()
-    faults = [f"{key}: missing in the converted checkpoint" for key in sorted(expected - converted.tensors.keys())]
-    faults += [f"{key}: not part of the model" for key in sorted(converted.tensors.keys() - expected)]
-    entries = {entry.source: entry for entry in key_map.entries}
-    for shard in source.shards:
-        for key, tensor in source.tensors_of_shard(shard):
-            entry = entries[key]
-            if entry.target in converted.tensors:
-                held = converted.tensor(entry.target)
-                if not _agrees(entry, tensor, held):
-                    faults.append(f"{entry.target}: {_what_is_wrong(entry, tensor, held, source, key_map, converted)}")
-    return faults
+def _passkeys(source: Source, samples: int, length: int) -> list[Passkey]:
+    tokenizer = source.load_tokenizer() if samples else None
+    if samples and tokenizer is None:
+        logger.warning(f"{source.name} has no tokenizer, so retrieval is not measured; add its tokenizer files.")
+    return make_passkeys(tokenizer, samples, length) if tokenizer else []
 
 
-def _agrees(entry: Entry, tensor: torch.Tensor, held: torch.Tensor) -> bool:
-    operation = OPERATIONS[entry.operation]
-    if held.dtype == tensor.dtype:
-        return same_bits(operation.invert(held), tensor)
-    return same_bits(operation.apply(tensor).to(held.dtype), held)
+def _warn_of_short(texts: list[Text], passkeys: list[Passkey], budget: int) -> None:
+    shortest = {"text": min(len(window) for text in texts for window in text.windows)}
+    shortest |= {"passkeys": min(len(key.prefix) + len(key.rest) for key in passkeys)} if passkeys else {}
+    for name, tokens in shortest.items():
+        if tokens <= budget:
+            logger.warning(
+                f"Every block is selected in {name} of {tokens} tokens, since the budget is {budget}: the figures do "
+                "not show what a selection leaves out. Measure on longer windows."
+            )
 
 
-def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Equality that also holds for NaN and tells 0 from -0."""
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)))
+def _dense_record(figures: list[Figures]) -> dict[str, Any]:
+    total = total_of(figures)
+    return {
+        "source_perplexity": total.record()["first_perplexity"],
+        "dense_difference": {"largest": total.largest_difference, "largest_logit": total.largest},
+    }
 
 
-def _what_is_wrong(
-    entry: Entry, tensor: torch.Tensor, held: torch.Tensor, source: Source, key_map: KeyMap, converted: FolderSource
-) -> str:
-    """Say what a wrong tensor holds: another tensor of its layer, its own heads in another order, or other values."""
-    if held.shape != tensor.shape:
-        return f"has shape {tuple(held.shape)}, the source's {entry.source} has {tuple(tensor.shape)}"
-    layer = entry.source.rpartition(".self_attn.")[0] or entry.source.rpartition(".mlp.")[0]
-    for other in key_map.entries:
-        is_sibling = layer and other is not entry and other.target and other.source.startswith(f"{layer}.")
-        if not is_sibling or source.tensors[other.source].shape != tuple(held.shape):
-            continue
-        if _agrees(other, source.tensor(other.source), held):
-            return f"holds the source's {other.source}"
-    order = _head_order(tensor.to(held.dtype), held, HySparseConfig.from_pretrained(converted.path))
-    if order is not None:
-        return f"holds the source's {entry.source} with its heads in the order {order}"
-    difference = (held.double() - tensor.double()).abs().max().item()
-    return f"differs from the source's {entry.source} by up to {difference:.3g}"
-
-
-def _head_order(tensor: torch.Tensor, held: torch.Tensor, config: HySparseConfig) -> list[int] | None:
-    """The permutation of heads (rows, or columns of an output projection) that makes `held` of `tensor`, if any."""
-    for dim in range(tensor.dim()):
-        for heads in (config.num_key_value_heads, config.num_attention_heads):
-            if tensor.shape[dim] != heads * config.head_dim:
-                continue
-            first, second = (part.unflatten(dim, (heads, -1)).movedim(dim, 0) for part in (tensor, held))
-            order = [next((i for i in range(heads) if torch.equal(first[i], head)), -1) for head in second]
-            if sorted(order) == list(range(heads)):
-                return order
-    return None
-
-
-@torch.no_grad()
-def module_faults(
-    source: str | Path | PreTrainedModel, out: str | Path, input_ids: torch.Tensor, tolerance: float = 1e-5
-) -> dict[str, float]:
-    """Run the source, and give each module of the converted model the source module's own inputs.
-
-    Independent of the key map: modules are paired by their names. A module differs alone, whatever comes before it.
-
-    Args:
-        source (`str`, `Path` or `PreTrainedModel`): the dense checkpoint or model.
-        out (`str` or `Path`): the converted checkpoint.
-        input_ids (`torch.Tensor`): `(batch, length)`.
-        tolerance (`float`): relative to the largest output of the module.
-    Returns:
-        `dict[str, float]`: name of a module that differs -> largest relative difference, in order of execution.
-    """
-    model, dense = _dense_pair(source, out)
-    counterparts = dict(dense.named_modules())
-    faults: dict[str, float] = {}
-
-    def hook_of(name: str) -> Callable:
-        def hook(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-            other = counterparts.get(name)
-            difference = float("inf")
-            if other is not None:
-                difference = ((other(*inputs) - output).abs().max() / output.abs().max().clamp(min=1e-30)).item()
-            if not difference <= tolerance:
-                faults[name] = max(difference, faults.get(name, 0.0))
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(hook_of(name))
-        for name, module in model.named_modules()
-        if next(module.parameters(recurse=False), None) is not None
+def _dense_faults(difference: dict[str, float], source: str | Path, out: Path, texts: list[Text]) -> list[str]:
+    if difference["largest"] <= DENSE_TOLERANCE * difference["largest_logit"]:
+        return []
+    modules = module_faults(source, out, texts[0].windows[0][None, :MODULE_TOKENS])
+    faults = [f"{name}: differs from the source's module by {error:.2g}" for name, error in modules.items()]
+    return faults or [
+        f"logits: rung 0 differs from the source by {difference['largest']:.2g} of {difference['largest_logit']:.2g} "
+        "although each module agrees; the rotary or attention settings in config.json are not the source's."
     ]
-    try:
-        model(input_ids=input_ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return faults
 
 
-@torch.no_grad()
-def dense_difference(source: str | Path | PreTrainedModel, out: str | Path, input_ids: torch.Tensor) -> float:
-    """Largest difference of the logits between a source and the `dense=True` switch of its conversion, in float32.
-
-    Args:
-        source (`str`, `Path` or `PreTrainedModel`): the dense checkpoint (folder or GGUF file) or its model.
-        out (`str` or `Path`): the converted checkpoint. Sinks and gates are off under the switch, so a fit of those
-            does not matter.
-        input_ids (`torch.Tensor`): `(batch, length)`.
-    """
-    model, dense = _dense_pair(source, out)
-    expected = model(input_ids=input_ids, use_cache=False).logits
-    return (dense(input_ids=input_ids, use_cache=False).logits - expected).abs().max().item()
+def _error_record(errors: list[float], config: HySparseConfig) -> dict[str, Any]:
+    """Errors by layer, and their mean by position r: 0 is a full layer, r the r-th layer after it."""
+    donors = [index if donor is None else donor for index, donor in enumerate(config.donor_plan)]
+    by_position: dict[int, list[float]] = {}
+    for index, (donor, error) in enumerate(zip(donors, errors, strict=True)):
+        by_position.setdefault(index - donor, []).append(error)
+    means = {str(position): sum(part) / len(part) for position, part in sorted(by_position.items())}
+    return {"attention_errors": errors, "errors_by_position": means}
 
 
-def _dense_pair(source: str | Path | PreTrainedModel, out: str | Path) -> tuple[PreTrainedModel, HySparseForCausalLM]:
-    """The source and the converted model under the `dense=True` switch, both in float32."""
-    dense = HySparseForCausalLM.from_pretrained(out, dense=True, dtype=torch.float32).eval()
-    if isinstance(source, PreTrainedModel):
-        if source.dtype != torch.float32:
-            raise ValueError(f"`source` must be a float32 model for this comparison, got {source.dtype}; load it so.")
-        return source.eval(), dense.to(source.device)
-    return open_source(source).load_model(torch.float32), dense
+def table(report: dict[str, Any]) -> str:
+    """A report of `verify` for people."""
+    if report["faults"]:
+        return "\n".join([f"{report['checkpoint']} is not {report['source']}:", *map("  {}".format, report["faults"])])
+    tensors, difference = report["tensors"], report["dense_difference"]
+    lines = [f"{tensors['equal']} tensors equal the source's, bit for bit or as cast; {tensors['new']} new"]
+    if tensors["fitted"]:
+        name, most = max(tensors["fitted"].items(), key=lambda item: item[1])
+        lines[0] += f"; {len(tensors['fitted'])} fitted, changed by up to {most:.2f} of their norm ({name})"
+    measured = ", ".join(f"{text['name']} ({text['tokens']})" for text in report["text"])
+    lines += [
+        f"rung 0 differs from the source by {difference['largest']:.1e} in logits up to "
+        f"{difference['largest_logit']:.1f}; the source's perplexity is {report['source_perplexity']:.2f}",
+        f"text (tokens): {measured}",
+        "",
+    ]
+    positions = list(report["ladder"][0]["errors_by_position"])
+    lines.append(
+        f"{'rung':37}{'KL':>8}{'perplexity':>12}{'same token':>12}{'passkey':>9}  error of attention outputs at r = "
+        + ", ".join(positions)
+    )
+    for rung in report["ladder"]:
+        found = f"{rung['retrieval']['exact']:.2f}" if rung["retrieval"] else "-"
+        errors = "".join(f"{error:7.3f}" for error in rung["errors_by_position"].values())
+        lines.append(
+            f"{rung['rung']} {rung['name']:35}{rung['kl']:8.4f}{rung['perplexity']:12.2f}{rung['same_token']:12.3f}"
+            f"{found:>9}  {errors}"
+        )
+    if len(report["text"]) > 1:
+        lines += ["", f"{'KL / perplexity':37}" + "".join(f"{text['name'][:22]:>24}" for text in report["text"])]
+        for rung in report["ladder"]:
+            cells = (f"{text['kl']:.4f} /{text['perplexity']:8.2f}" for text in rung["texts"])
+            lines.append(f"{rung['rung']} {rung['name']:35}" + "".join(f"{cell:>24}" for cell in cells))
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `hysparse verify`."""
+    parser.add_argument("source", help="the dense checkpoint: a folder, or a .gguf file")
+    parser.add_argument("out", help="the converted checkpoint, before any training")
+    add_text_arguments(parser, required=False)
+    parser.add_argument(
+        "--samples", type=int, default=100, metavar="N", help="passkeys to look for, 0 for none (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sample-length", type=int, metavar="TOKENS", help="of the text around a passkey (default: --length)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `hysparse verify`; 1 where the checkpoint is not the source's."""
+    report = verify(
+        args.source,
+        args.out,
+        text=args.text,
+        length=args.length,
+        windows=args.windows,
+        samples=args.samples,
+        sample_length=args.sample_length,
+    )
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(table(report))
+    return 1 if report["faults"] else 0

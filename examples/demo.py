@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hysparse_hf import HySparseConfig, convert, predict_cache_bytes
-from hysparse_hf.conversion.verify import dense_difference
+from hysparse_hf.conversion.faults import dense_difference
 
 
 # Which nine layers stay full in the measured plan: those whose attention costs most when replaced, on this checkpoint.

@@ -20,8 +20,10 @@ _PUBLIC = {
     "HySparseModel": "hysparse_hf.modeling.modeling_hysparse",
     "HySparseCache": "hysparse_hf.modeling.cache_hysparse",
     "convert": "hysparse_hf.conversion.convert",
+    "compare": "hysparse_hf.conversion.compare",
     "measure_cache_bytes": "hysparse_hf.cache_accounting",
     "predict_cache_bytes": "hysparse_hf.cache_accounting",
+    "verify": "hysparse_hf.conversion.verify",
 }
 
 __all__ = ["__version__", "register", *_PUBLIC]  # noqa: PLE0604 - names come from the table

@@ -63,6 +63,23 @@ def make_source(tmp_path):
     return make
 
 
+def letter_tokenizer():
+    """One token per printable character and line break: 97 with the one for all others."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = ["<unk>", "\n", *map(chr, range(32, 127))]
+    core = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(letters)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+
+
+@pytest.fixture
+def letters():
+    """A tokenizer of `TINY`'s vocabulary."""
+    return letter_tokenizer()
+
+
 @pytest.fixture
 def convert_naive(tmp_path):
     """Factory: convert a folder with small sparsity settings and without a fit, return the target folder."""

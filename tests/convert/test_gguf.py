@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hysparse_hf import HySparseForCausalLM, convert
-from hysparse_hf.conversion.verify import dense_difference, module_faults, weight_faults
+from hysparse_hf.conversion.faults import dense_difference, module_faults, weight_faults
 
 
 gguf = pytest.importorskip("gguf")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hysparse_hf import HySparseConfig
+from hysparse_hf.conversion.faults import same_bits
 from hysparse_hf.conversion.key_map import DENSE_DECODER, NEW_PARAMETERS, OPERATIONS, build_key_map, target_shapes
-from hysparse_hf.conversion.verify import same_bits
 
 
 CONFIG = {

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from hysparse_hf import HySparseForCausalLM
-from hysparse_hf.conversion.verify import dense_difference, module_faults, weight_faults
+from hysparse_hf.conversion.faults import dense_difference, module_faults, weight_faults
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "rope_theta": 5000.0}

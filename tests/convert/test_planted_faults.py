@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hysparse_hf.conversion.verify import dense_difference, module_faults, weight_faults
+from hysparse_hf import cli, verify
+from hysparse_hf.conversion.faults import dense_difference, module_faults, weight_faults
 
 
 @pytest.fixture
@@ -92,6 +93,26 @@ def test_dropped_tensor_is_named(converted, edit):
     assert weight_faults(source, out) == [f"{ATTENTION}.o_proj.bias: missing in the converted checkpoint"]
 
 
+def drop_bias(tensors):
+    del tensors[f"{ATTENTION}.k_proj.bias"]
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [
+        (swap_keys_and_values, f"{ATTENTION}.k_proj.weight: holds the source's {ATTENTION}.v_proj.weight"),
+        (permute_kv_heads, f"{ATTENTION}.k_proj.weight: holds the source's {ATTENTION}.k_proj.weight with its heads"),
+        (drop_bias, f"{ATTENTION}.k_proj.bias: missing"),
+    ],
+    ids=["swapped-k-and-v", "permuted-kv-head", "H05-dropped-bias"],
+)
+def test_command_fails_and_names_the_tensor(converted, edit, capsys, plant, name):
+    source, _, out = converted
+    edit.tensors(out / "model.safetensors", plant)
+    assert cli.main(["verify", str(source), str(out)]) == 1
+    assert name in capsys.readouterr().out
+
+
 def test_wrong_table_is_caught_without_the_table(make_source, convert_naive, token_ids, monkeypatch):
     """A table that swaps k and v agrees with its own inverse; running the source's modules shows it."""
     from hysparse_hf.conversion import key_map
@@ -108,6 +129,8 @@ def test_wrong_table_is_caught_without_the_table(make_source, convert_naive, tok
     assert weight_faults(source, out) == []
     named = {f"model.layers.{layer}.self_attn.{name}" for layer in range(5) for name in ("k_proj", "v_proj")}
     assert set(module_faults(model, out, token_ids)) == named
+    report = verify(source, out, text=token_ids, samples=0)
+    assert {line.partition(": ")[0] for line in report["faults"]} == named
 
 
 def test_verification_stops_a_conversion_that_wrote_a_wrong_tensor(make_source, convert_naive, monkeypatch, tmp_path):

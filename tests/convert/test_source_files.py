@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hysparse_hf import convert
+from hysparse_hf.conversion.faults import weight_faults
 from hysparse_hf.conversion.source import open_source
-from hysparse_hf.conversion.verify import weight_faults
 
 
 def shards_of(folder):

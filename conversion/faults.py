@@ -1,0 +1,246 @@
+"""Does a converted checkpoint hold what its source holds? Tensor by tensor, module by module, and in the logits.
+
+`weight_faults` compares every tensor through the inverse map and says what a wrong one holds instead; a tensor that
+was fitted must be the one that `provenance.json` records. `module_faults` runs the source and compares each module
+under its own inputs, so that a wrong table is caught too. `dense_difference` is the one number: the logits of the
+`dense=True` switch against the source's.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
+from hysparse_hf.modeling.modeling_hysparse import HySparseForCausalLM
+
+from .families import family_of
+from .key_map import KEY_MAPS, OPERATIONS, Entry, KeyMap, build_key_map, target_shapes
+from .source import FolderSource, GgufSource, open_source
+
+
+Source = FolderSource | GgufSource
+
+
+def checkpoint_map(source: Source, config: HySparseConfig) -> KeyMap:
+    """The key map from a source to a checkpoint of `config`.
+
+    Raises:
+        ValueError: keys that do not fit; see `build_key_map`.
+    """
+    _, family = family_of(source.raw_config, source.name)
+    return build_key_map(
+        KEY_MAPS[family.key_map],
+        {key: info.shape for key, info in source.tensors.items()},
+        target_shapes(config),
+        prefixes=family.prefixes,
+        tied=config.tie_word_embeddings,
+    )
+
+
+def weight_faults(source: str | Path | Source, out: str | Path) -> list[str]:
+    """Compare every tensor of a converted checkpoint with its source, bit for bit where the dtype was kept.
+
+    Args:
+        source (`str`, `Path`, `FolderSource` or `GgufSource`): the dense checkpoint.
+        out (`str` or `Path`): the converted checkpoint, before any training.
+    Returns:
+        `list[str]`: one line per wrong tensor, beginning with its name; empty when all agree.
+    """
+    source = source if isinstance(source, Source) else open_source(source)
+    converted = FolderSource(Path(out))
+    key_map = checkpoint_map(source, HySparseConfig.from_pretrained(out))
+    return compare_tensors(source, converted, key_map, fitted_tensors(out))
+
+
+def fitted_tensors(out: str | Path) -> dict[str, dict[str, str]]:
+    """Mapped tensors that the fit replaced: key -> `mapped_sha256` and `sha256`, as recorded in `provenance.json`."""
+    path = Path(out) / "provenance.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("fitted_tensors", {}) if path.exists() else {}
+
+
+def compare_tensors(
+    source: Source,
+    converted: FolderSource,
+    key_map: KeyMap,
+    fitted: Mapping[str, Mapping[str, str]] | None = None,
+) -> list[str]:
+    """`weight_faults` for a source and a checkpoint that are open already; one shard at a time.
+
+    `fitted` are the tensors that the fit replaced, as from `fitted_tensors`.
+    """
+    fitted = fitted or {}
+    expected = {entry.target for entry in key_map.entries if entry.target} | key_map.new.keys()
+    faults = [f"{key}: missing in the converted checkpoint" for key in sorted(expected - converted.tensors.keys())]
+    faults += [f"{key}: not part of the model" for key in sorted(converted.tensors.keys() - expected)]
+    entries = {entry.source: entry for entry in key_map.entries}
+    for shard in source.shards:
+        for key, tensor in source.tensors_of_shard(shard):
+            entry = entries[key]
+            if entry.target not in converted.tensors:
+                continue
+            held = converted.tensor(entry.target)
+            if entry.target in fitted:
+                faults += _faults_of_fitted(entry, tensor, held, fitted[entry.target])
+            elif not _agrees(entry, tensor, held):
+                faults.append(f"{entry.target}: {_what_is_wrong(entry, tensor, held, source, key_map, converted)}")
+    faults += [
+        f"{key}: holds values that are not finite"
+        for key in key_map.new
+        if key in converted.tensors and not converted.tensor(key).isfinite().all()
+    ]
+    return faults
+
+
+def _faults_of_fitted(entry: Entry, tensor: torch.Tensor, held: torch.Tensor, record: Mapping[str, str]) -> list[str]:
+    mapped = OPERATIONS[entry.operation].apply(tensor)
+    wrong = [
+        (sha256_of_tensor(held) != record["sha256"], "is not what was fitted"),
+        (sha256_of_tensor(mapped) != record["mapped_sha256"], f"was fitted in place of another {entry.source}"),
+    ]
+    return [f"{entry.target}: {words}, by the hashes in provenance.json" for is_wrong, words in wrong if is_wrong]
+
+
+def sha256_of_tensor(tensor: torch.Tensor) -> str:
+    """Hash of a tensor's bytes."""
+    return hashlib.sha256(_bytes(tensor).cpu().numpy().data).hexdigest()
+
+
+def fitted_changes(source: Source, out: str | Path) -> dict[str, float]:
+    """How far each fitted tensor is from its mapped value, relative to that: `|fitted - mapped| / |mapped|`."""
+    converted, fitted = FolderSource(Path(out)), fitted_tensors(out)
+    changes = {}
+    for entry in checkpoint_map(source, HySparseConfig.from_pretrained(out)).entries:
+        if entry.target in fitted:
+            mapped = OPERATIONS[entry.operation].apply(source.tensor(entry.source)).float()
+            changes[entry.target] = ((converted.tensor(entry.target).float() - mapped).norm() / mapped.norm()).item()
+    return changes
+
+
+def _agrees(entry: Entry, tensor: torch.Tensor, held: torch.Tensor) -> bool:
+    operation = OPERATIONS[entry.operation]
+    if held.dtype == tensor.dtype:
+        return same_bits(operation.invert(held), tensor)
+    return same_bits(operation.apply(tensor).to(held.dtype), held)
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Equality that also holds for NaN and tells 0 from -0."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return torch.equal(_bytes(first), _bytes(second))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _what_is_wrong(
+    entry: Entry, tensor: torch.Tensor, held: torch.Tensor, source: Source, key_map: KeyMap, converted: FolderSource
+) -> str:
+    """Say what a wrong tensor holds: another tensor of its layer, its own heads in another order, or other values."""
+    if held.shape != tensor.shape:
+        return f"has shape {tuple(held.shape)}, the source's {entry.source} has {tuple(tensor.shape)}"
+    layer = entry.source.rpartition(".self_attn.")[0] or entry.source.rpartition(".mlp.")[0]
+    for other in key_map.entries:
+        is_sibling = layer and other is not entry and other.target and other.source.startswith(f"{layer}.")
+        if not is_sibling or source.tensors[other.source].shape != tuple(held.shape):
+            continue
+        if _agrees(other, source.tensor(other.source), held):
+            return f"holds the source's {other.source}"
+    order = _head_order(tensor.to(held.dtype), held, HySparseConfig.from_pretrained(converted.path))
+    if order is not None:
+        return f"holds the source's {entry.source} with its heads in the order {order}"
+    difference = (held.double() - tensor.double()).abs().max().item()
+    return f"differs from the source's {entry.source} by up to {difference:.3g}"
+
+
+def _head_order(tensor: torch.Tensor, held: torch.Tensor, config: HySparseConfig) -> list[int] | None:
+    """The permutation of heads (rows, or columns of an output projection) that makes `held` of `tensor`, if any."""
+    for dim in range(tensor.dim()):
+        for heads in (config.num_key_value_heads, config.num_attention_heads):
+            if tensor.shape[dim] != heads * config.head_dim:
+                continue
+            first, second = (part.unflatten(dim, (heads, -1)).movedim(dim, 0) for part in (tensor, held))
+            order = [next((i for i in range(heads) if torch.equal(first[i], head)), -1) for head in second]
+            if sorted(order) == list(range(heads)):
+                return order
+    return None
+
+
+@torch.no_grad()
+def module_faults(
+    source: str | Path | PreTrainedModel, out: str | Path, input_ids: torch.Tensor, tolerance: float = 1e-5
+) -> dict[str, float]:
+    """Run the source, and give each module of the converted model the source module's own inputs.
+
+    Independent of the key map: modules are paired by their names. A module differs alone, whatever comes before it.
+
+    Args:
+        source (`str`, `Path` or `PreTrainedModel`): the dense checkpoint or model.
+        out (`str` or `Path`): the converted checkpoint.
+        input_ids (`torch.Tensor`): `(batch, length)`.
+        tolerance (`float`): relative to the largest output of the module.
+    Returns:
+        `dict[str, float]`: name of a module that differs -> largest relative difference, in order of execution.
+    """
+    model, dense = _dense_pair(source, out)
+    counterparts = dict(dense.named_modules())
+    faults: dict[str, float] = {}
+
+    def hook_of(name: str) -> Callable:
+        def hook(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+            other = counterparts.get(name)
+            difference = float("inf")
+            if other is not None:
+                difference = ((other(*inputs) - output).abs().max() / output.abs().max().clamp(min=1e-30)).item()
+            if not difference <= tolerance:
+                faults[name] = max(difference, faults.get(name, 0.0))
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(hook_of(name))
+        for name, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    try:
+        model(input_ids=input_ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return faults
+
+
+@torch.no_grad()
+def dense_difference(source: str | Path | PreTrainedModel, out: str | Path, input_ids: torch.Tensor) -> float:
+    """Largest difference of the logits between a source and the `dense=True` switch of its conversion, in float32.
+
+    Args:
+        source (`str`, `Path` or `PreTrainedModel`): the dense checkpoint (folder or GGUF file) or its model.
+        out (`str` or `Path`): the converted checkpoint. A fit does not matter: sinks and gates are off under the
+            switch, and the source's values stand in for fitted tensors.
+        input_ids (`torch.Tensor`): `(batch, length)`.
+    """
+    model, dense = _dense_pair(source, out)
+    expected = model(input_ids=input_ids, use_cache=False).logits
+    return (dense(input_ids=input_ids, use_cache=False).logits - expected).abs().max().item()
+
+
+def _dense_pair(source: str | Path | PreTrainedModel, out: str | Path) -> tuple[PreTrainedModel, HySparseForCausalLM]:
+    """The source and the converted model under the `dense=True` switch, both in float32.
+
+    Fitted tensors have the source's values, under the source's own names: the fit changes output projections alone.
+    """
+    if isinstance(source, PreTrainedModel) and source.dtype != torch.float32:
+        raise ValueError(f"`source` must be a float32 model for this comparison, got {source.dtype}; load it so.")
+    model: Any = source if isinstance(source, PreTrainedModel) else open_source(source).load_model(torch.float32)
+    dense: Any = HySparseForCausalLM.from_pretrained(out, dense=True, dtype=torch.float32).to(model.device)
+    mapped = model.state_dict()
+    dense.load_state_dict({key: mapped[key] for key in fitted_tensors(out)}, strict=False)
+    return model.eval(), dense.eval()

@@ -1,0 +1,66 @@
+"""Text to measure on: windows of token ids from files, from tokens, or from what the source writes itself."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers.utils import logging
+
+from .calibration import calibration_for
+from .source import FolderSource, GgufSource
+
+
+logger = logging.get_logger(__name__)
+
+# A text given from Python: files, or token ids `(windows, length)`.
+GivenText = Sequence[str | Path] | str | Path | torch.Tensor
+
+
+class Text(NamedTuple):
+    """A name, and windows of token ids, each `(length,)`."""
+
+    name: str
+    windows: tuple[torch.Tensor, ...]
+
+
+def read_texts(source: FolderSource | GgufSource, given: GivenText | None, *, length: int, windows: int) -> list[Text]:
+    """The texts to measure on, one per file.
+
+    Args:
+        source (`FolderSource` or `GgufSource`): gives the tokenizer, or the text where none is given.
+        given (*optional*): text files, or token ids `(windows, length)`; `None` samples from the source.
+        length (`int`): tokens per window, at most the source's `max_position_embeddings`.
+        windows (`int`): windows per file, spread over it.
+    Raises:
+        ValueError: a length below 2, no windows, no tokenizer for the files, or a file without text.
+        FileNotFoundError: a file does not exist.
+    """
+    if length < 2 or windows < 1:
+        raise ValueError(f"`length` must be at least 2 and `windows` at least 1, got {length} and {windows}.")
+    if given is None:
+        logger.warning("No text was given: the figures are of text that the source samples from itself.")
+        length = min(length, source.load_config().max_position_embeddings)
+        sampled = calibration_for(source, None, tokens=windows * length, length=length, window=length // 2)
+        return [Text("sampled from the source", tuple(ids[:length] for ids in sampled.windows[:windows]))]
+    if isinstance(given, torch.Tensor):
+        return [Text("token ids", calibration_for(source, given, tokens=0, length=length, window=1).windows)]
+    files = [given] if isinstance(given, str | Path) else given
+    return [
+        Text(
+            Path(file).name,
+            calibration_for(source, [file], tokens=windows * length, length=length, window=1).windows,
+        )
+        for file in files
+    ]
+
+
+def add_text_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add `--text`, `--length` and `--windows`."""
+    without = "" if required else "; without it the source samples its own"
+    parser.add_argument("--text", nargs="+", required=required, metavar="FILE", help=f"text to measure on{without}")
+    parser.add_argument(
+        "--length", type=int, default=2048, metavar="TOKENS", help="per window of text (default: %(default)s)"
+    )
+    parser.add_argument("--windows", type=int, default=1, metavar="N", help="windows per file (default: %(default)s)")
