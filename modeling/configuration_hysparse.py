@@ -93,6 +93,14 @@ class HySparseConfig(PreTrainedConfig):
         full_layer_gate (`bool`), window_layer_gate (`bool`): gate the output of full / window layers too.
         share_full_kv (`bool`): sparse layers read the full layer's keys and values; False gives each its own.
         share_oracle (`bool`): sparse layers reuse the full layer's selection; False makes each select for itself.
+        num_experts (`int`): experts of a mixture-of-experts layer, also `num_local_experts`; 0: there are none.
+        num_experts_per_tok (`int`): experts that each token uses.
+        moe_intermediate_size (`int`, *optional*): width of one expert; default `intermediate_size`.
+        norm_topk_prob (`bool`): the weights of a token's experts add up to 1 (Mixtral).
+        shared_expert_intermediate_size (`int`): width of a gated expert for all tokens (Qwen2-MoE); 0: there is none.
+        decoder_sparse_step (`int`): with n, every n-th layer has experts.
+        mlp_only_layers (`list[int]`, *optional*): layers that keep an ordinary feed-forward network.
+        router_aux_loss_coef (`float`): weight of the load balancing loss, which `output_router_logits` turns on.
         window_branch (`str`): `"own"`, `"shared_kv"`, `"none"`, `"merged_shared"` or `"merged_own"`.
         dense (`bool`): sparsity off: every layer attends fully over its own keys and values, no gates, no sinks.
 
@@ -108,8 +116,9 @@ class HySparseConfig(PreTrainedConfig):
 
     model_type = "hysparse"
     # A list, because Trainer adds one to it.
-    keys_to_ignore_at_inference = ["past_key_values", "cache"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache", "router_logits", "aux_loss"]
     base_model_tp_plan = TENSOR_PARALLEL_PLAN
+    attribute_map = {"num_local_experts": "num_experts"}
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -134,6 +143,16 @@ class HySparseConfig(PreTrainedConfig):
     attention_dropout: int | float | None = 0.0
     mlp_bias: bool = False
     use_qk_norm: bool = False
+
+    num_experts: int = 0
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = True
+    shared_expert_intermediate_size: int = 0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+    router_aux_loss_coef: float | int = 0.001
+    output_router_logits: bool = False
 
     layer_plan: list[str] | None = None
     sparse_layers_per_full: int = 3
@@ -164,7 +183,12 @@ class HySparseConfig(PreTrainedConfig):
             self.attention_output_bias = self.attention_bias
         if self.layer_plan is None:
             self.layer_plan = regular_layer_plan(self.num_hidden_layers, self.sparse_layers_per_full)
+        if self.mlp_only_layers is None:
+            self.mlp_only_layers = []
         super().__post_init__(**kwargs)
+        # Only now: `num_local_experts` is an attribute of the base class's making.
+        if self.num_experts and self.moe_intermediate_size is None:
+            self.moe_intermediate_size = self.intermediate_size
         self.check()
 
     def check(self) -> None:
@@ -172,6 +196,7 @@ class HySparseConfig(PreTrainedConfig):
         self._check_heads()
         self.validate_rope()
         self._check_plan()
+        self._check_experts()
         self._check_selection()
         self._check_switches()
 
@@ -220,6 +245,30 @@ class HySparseConfig(PreTrainedConfig):
                 f"`layer_plan` must have a full layer before its first sparse layer (layer {plan.index('sparse')}), "
                 f"got {plan}; a sparse layer reads the preceding full layer."
             )
+
+    def _check_experts(self) -> None:
+        if self.num_experts < 0:
+            raise ValueError(f"`num_experts` must be at least 0, got {self.num_experts}; 0 means no experts.")
+        if not self.num_experts:
+            return
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"`num_experts_per_tok` must lie between 1 and `num_experts` ({self.num_experts}), got "
+                f"{self.num_experts_per_tok}; choose how many of them a token uses."
+            )
+        if self.moe_intermediate_size < 1 or self.shared_expert_intermediate_size < 0:
+            raise ValueError(
+                "`moe_intermediate_size` must be at least 1 and `shared_expert_intermediate_size` at least 0 (none), "
+                f"got {self.moe_intermediate_size} and {self.shared_expert_intermediate_size}; give widths."
+            )
+        if self.decoder_sparse_step < 1 or not set(self.mlp_only_layers) <= set(range(self.num_hidden_layers)):
+            raise ValueError(
+                "`decoder_sparse_step` must be at least 1 and `mlp_only_layers` must name layers from 0 to "
+                f"{self.num_hidden_layers - 1}, got {self.decoder_sparse_step} and {self.mlp_only_layers}; 1 and no "
+                "such layers give every layer experts."
+            )
+        if self.mlp_bias:
+            raise ValueError("`mlp_bias` must be False where there are experts, got True; they have no biases.")
 
     def _check_selection(self) -> None:
         size, budget = self.oracle_block_size, self.oracle_budget
@@ -278,6 +327,12 @@ class HySparseConfig(PreTrainedConfig):
         if not self.share_full_kv:
             return "full"
         return "window" if self.window_branch in ("own", "merged_own") else "none"
+
+    @property
+    def moe_plan(self) -> list[bool]:
+        """Per layer whether its feed-forward network is a mixture of experts."""
+        step, without = self.decoder_sparse_step, self.mlp_only_layers
+        return [self.num_experts > 0 and (i + 1) % step == 0 and i not in without for i in range(len(self.layer_plan))]
 
     @property
     def layer_types(self) -> list[str]:

@@ -19,9 +19,10 @@ MODELING_THIRD_PARTY = {"torch", "transformers", "huggingface_hub"}
 
 # Stem prefix of a file in modeling/ -> prefixes of the siblings that it may import.
 MODELING_ARROWS = {
-    "modeling": {"modeling", "decoder", "inputs", "layers", "cache", "compat", "configuration", "rows"},
-    "decoder": {"decoder", "layers", "cache", "attention", "configuration", "rows"},
+    "modeling": {"modeling", "decoder", "inputs", "layers", "moe", "cache", "compat", "configuration", "rows"},
+    "decoder": {"decoder", "layers", "moe", "cache", "attention", "configuration", "rows"},
     "inputs": {"cache", "compat", "configuration", "rows"},
+    "moe": {"layers", "configuration"},
     "layers": {"layers", "configuration"},
     "cache": {"cache", "compat", "configuration", "rows"},
     "attention": {"attention", "reference", "triton", "selection", "rows"},
