@@ -13,7 +13,6 @@ from .attention_hysparse import (
 from .cache_hysparse import HySparseCache
 from .configuration_hysparse import HySparseConfig
 from .layers_hysparse import HySparseMLP, HySparseRMSNorm, Rotation, rotate
-from .moe_hysparse import HySparseMoE
 from .rows_hysparse import Rows, TokenLayout
 
 
@@ -46,6 +45,7 @@ class HySparseAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.turns_as_full = config.rope_for(self.kind) == config.rope_for("full")
         self.is_read_by_others = not config.dense and layer_idx in config.donor_plan
+        self.window_branch = self._window_branch()
         self.branches = self._branches()
 
         hidden, bias = config.hidden_size, config.attention_bias
@@ -71,13 +71,17 @@ class HySparseAttention(nn.Module):
         """Blocks selected per query and KV head."""
         return self.config.oracle_budget // self.config.oracle_block_size
 
+    def _window_branch(self) -> str:
+        """Which window a sparse layer has, in the words of `config.window_branch`."""
+        return self.config.window_branch
+
     def _branches(self) -> tuple[str, ...]:
         if self.kind == "full":
             return ("full",)
         if self.kind == "window":
             return ("local",)
         # A window merged into the global softmax has no gate or sink of its own.
-        return ("global", "local") if self.config.window_branch in ("own", "shared_kv") else ("global",)
+        return ("global", "local") if self.window_branch in ("own", "shared_kv") else ("global",)
 
     def _gated_branches(self, width: int) -> tuple[str, ...]:
         gated = {"full": self.config.full_layer_gate, "window": self.config.window_layer_gate, "sparse": True}
@@ -93,6 +97,7 @@ class HySparseAttention(nn.Module):
         layout: TokenLayout,
         rotations: dict[str, Rotation],
         cache: HySparseCache | None = None,
+        own_states: tuple[torch.Tensor, torch.Tensor] | None = None,
         output_attentions: bool = False,
         output_selected_indices: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
@@ -100,18 +105,16 @@ class HySparseAttention(nn.Module):
 
         Shapes: hidden_states `(batch, q_len, hidden)`; shared_key `(batch, kv_heads, kv_len, head_dim)`;
         shared_indices int32 `(batch, kv_heads, q_len, n_selected)`; weights `(batch, heads, q_len, kv_len)`.
+        `own_states` are the layer's keys and values where they are not made from `hidden_states`.
         """
         layout = layout.to(hidden_states.device)
         query = self._heads(self.q_proj, hidden_states, "q_norm")
-        key = value = indices = None
+        indices = None
         options = {"return_weights": output_attentions, "backend": self._backend()}
-        own_rotation = rotations[self.kind]
-        own_query = layout.compact(rotate(query, own_rotation))
-        if hasattr(self, "k_proj"):
-            key = layout.compact(rotate(self._heads(self.k_proj, hidden_states, "k_norm"), own_rotation))
-            value = layout.compact(self._heads(self.v_proj, hidden_states))
-            if cache is not None:
-                key, value = cache.update(key, value, self.layer_idx, layout=layout)
+        own_query = layout.compact(rotate(query, rotations[self.kind]))
+        if own_states is None and hasattr(self, "k_proj"):
+            own_states = self.keys_and_values(hidden_states, layout, rotations, cache)
+        key, value = own_states or (None, None)
 
         own = (own_query, key, value)
         if self.kind == "full" or self.config.dense:
@@ -131,6 +134,18 @@ class HySparseAttention(nn.Module):
         weights = sum(part for _, part in gated) if output_attentions else None
         read = self.is_read_by_others
         return output, weights, key if read else None, value if read else None, indices
+
+    def keys_and_values(
+        self,
+        hidden_states: torch.Tensor,
+        layout: TokenLayout,
+        rotations: dict[str, Rotation],
+        cache: HySparseCache | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project states in slot order into compact keys and values; with a cache, add them and return all."""
+        key = layout.compact(rotate(self._heads(self.k_proj, hidden_states, "k_norm"), rotations[self.kind]))
+        value = layout.compact(self._heads(self.v_proj, hidden_states))
+        return (key, value) if cache is None else cache.update(key, value, self.layer_idx, layout=layout)
 
     def _backend(self) -> str:
         return "reference" if self.config._attn_implementation == "eager" else "auto"
@@ -191,7 +206,7 @@ class HySparseAttention(nn.Module):
 
     def _sparse(self, own: States, shared: States, indices: torch.Tensor, layout: TokenLayout, options: dict) -> dict:
         """Branches of a sparse layer, each `(output, weights)`, from its own states and the full layer's."""
-        branch = self.config.window_branch
+        branch = self.window_branch
         history = shared if self.config.share_full_kv else own
         if not self.config.share_oracle:
             detached = (history[0].detach(), history[1].detach(), history[2].detach())
@@ -242,31 +257,27 @@ def _with_weights(result):
 class HySparseDecoderLayer(GradientCheckpointingLayer):
     """Attention and feed-forward network, each behind a norm and added to the residual stream."""
 
+    attention_class: type[HySparseAttention] = HySparseAttention
+
     def __init__(self, config: HySparseConfig, layer_idx: int):
         super().__init__()
-        self.self_attn = HySparseAttention(config, layer_idx)
-        self.mlp = HySparseMoE(config) if config.moe_plan[layer_idx] else HySparseMLP(config)
+        self.self_attn = self.attention_class(config, layer_idx)
+        self.mlp = HySparseMLP(config)
         self.input_layernorm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        shared_key: torch.Tensor | None = None,
-        shared_value: torch.Tensor | None = None,
-        shared_indices: torch.Tensor | None = None,
+        *shared: torch.Tensor | None,
         **kwargs,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Returns `(hidden_states, key, value, indices, router_logits)`: three as `HySparseAttention` does, and the
-        logits `(batch * q_len, experts)` of a mixture of experts, else None.
+        """Takes tensors of other layers as `self_attn` does and returns `(hidden_states, key, value, indices, ...)`.
 
-        Tensors with gradients from another layer are positional, and those that leave are returned: keyword tensors
-        and recorded ones lose theirs under reentrant checkpointing.
+        Tensors with gradients from another layer are positional: keyword tensors lose theirs under reentrant
+        checkpointing.
         """
-        attended, _, *shared = self.self_attn(
-            self.input_layernorm(hidden_states), shared_key, shared_value, shared_indices, **kwargs
-        )
+        attended, _, *given = self.self_attn(self.input_layernorm(hidden_states), *shared, **kwargs)
         hidden_states = hidden_states + attended
-        fed = self.mlp(self.post_attention_layernorm(hidden_states))
-        fed, router_logits = fed if isinstance(fed, tuple) else (fed, None)
-        return hidden_states + fed, *shared, router_logits
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states, *given

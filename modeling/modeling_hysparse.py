@@ -19,7 +19,7 @@ from .configuration_hysparse import HySparseConfig
 from .decoder_hysparse import HySparseAttention, HySparseDecoderLayer, HySparseGate
 from .inputs_hysparse import check_cache, read_inputs
 from .layers_hysparse import HySparseRMSNorm, HySparseRotaryEmbedding, Rotation
-from .moe_hysparse import HySparseExperts, HySparseRouter, balance_loss
+from .rows_hysparse import TokenLayout
 
 
 # Auto class -> file and class in a checkpoint folder.
@@ -32,23 +32,16 @@ AUTO_MAP = {
 
 @dataclass
 class HySparseModelOutputWithPast(BaseModelOutputWithPast):
-    """As the library's, and `selected_indices`: per full layer int32 `(batch, kv_heads, q_len, n_selected)`;
-    `router_logits`: per mixture-of-experts layer `(batch * q_len, experts)`.
-    """
+    """As the library's, and `selected_indices`: per full layer int32 `(batch, kv_heads, q_len, n_selected)`."""
 
     selected_indices: tuple[torch.Tensor, ...] | None = None
-    router_logits: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass
 class HySparseCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """As the library's, and `selected_indices`: per full layer int32 `(batch, kv_heads, q_len, n_selected)`;
-    `router_logits`: per mixture-of-experts layer `(batch * q_len, experts)`; `aux_loss`: their balance.
-    """
+    """As the library's, and `selected_indices`: per full layer int32 `(batch, kv_heads, q_len, n_selected)`."""
 
     selected_indices: tuple[torch.Tensor, ...] | None = None
-    router_logits: tuple[torch.Tensor, ...] | None = None
-    aux_loss: torch.Tensor | None = None
 
 
 class HySparsePreTrainedModel(PreTrainedModel):
@@ -61,18 +54,14 @@ class HySparsePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": HySparseDecoderLayer, "attentions": HySparseAttention}
+    _auto_map = AUTO_MAP
 
     def save_pretrained(self, *args, **kwargs) -> None:
         """As the library's; names every Auto class in `auto_map`, of which it would write only this object's own."""
         if self._auto_class is not None:
             # Ours last: a config that came from a hub repository names the files there, and these are saved here.
-            self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **AUTO_MAP}
+            self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **self._auto_map}
         super().save_pretrained(*args, **kwargs)
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        """True: the library looks for its decorator in this file, and the experts stand in another."""
-        return True
 
     @torch.no_grad()
     def init_parallel_plans(self) -> None:
@@ -89,9 +78,6 @@ class HySparsePreTrainedModel(PreTrainedModel):
         if isinstance(module, (HySparseAttention, HySparseGate)):
             for parameter in module.parameters(recurse=False):
                 init.zeros_(parameter)
-        elif isinstance(module, (HySparseExperts, HySparseRouter)):
-            for parameter in module.parameters(recurse=False):
-                init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, HySparseRotaryEmbedding):
             module.reset_buffers()
 
@@ -99,13 +85,15 @@ class HySparsePreTrainedModel(PreTrainedModel):
 class HySparseModel(HySparsePreTrainedModel):
     """The decoder without a head."""
 
+    layer_class: type[HySparseDecoderLayer] = HySparseDecoderLayer
+
     def __init__(self, config: HySparseConfig):
         config.check()
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList([HySparseDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
         self.norm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
         kinds = ["full"] + [kind for kind in ("sparse", "window") if config.rope_for(kind) != config.rope_for("full")]
         self.rotary_emb = nn.ModuleDict(
@@ -136,7 +124,6 @@ class HySparseModel(HySparsePreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         output_selected_indices: bool = False,
-        output_router_logits: bool | None = None,
         **kwargs,
     ) -> HySparseModelOutputWithPast:
         """Run the decoder.
@@ -152,8 +139,6 @@ class HySparseModel(HySparsePreTrainedModel):
                 read and extended whatever `use_cache` says.
             use_cache (`bool`, *optional*): make a cache when none is given. Packed input makes none.
             output_selected_indices (`bool`): also return each full layer's selected blocks.
-            output_router_logits (`bool`, *optional*): also return the router's logits of each mixture of experts;
-                default: the configuration's.
         Raises:
             ValueError: inputs that contradict each other.
             TypeError: a cache of another class, or a mask that is no tensor.
@@ -178,50 +163,69 @@ class HySparseModel(HySparsePreTrainedModel):
             use_cache=use_cache,
         )
         rotations = self._rotations(inputs_embeds, layout.positions if position_ids is None else position_ids)
-        hidden_states = inputs_embeds
+        hidden_states, selected = self._run_layers(
+            inputs_embeds,
+            layout=layout,
+            rotations=rotations,
+            cache=cache,
+            output_selected_indices=output_selected_indices,
+            **kwargs,
+        )
+        if cache is not None:
+            cache.record_rows(layout)
+        return with_cache(
+            HySparseModelOutputWithPast,
+            cache,
+            last_hidden_state=self.norm(hidden_states),
+            selected_indices=tuple(selected) if output_selected_indices else None,
+        )
+
+    def _run_layers(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        layout: TokenLayout,
+        rotations: dict[str, Rotation],
+        cache: HySparseCache | None,
+        output_selected_indices: bool,
+        output_attentions: bool | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Hidden states behind the last layer, and each full layer's selection if asked for."""
         shared: tuple[torch.Tensor | None, ...] = (None, None, None)
-        selected, routed = [], []
-        # Self-speculation (`assistant_early_exit`) lowers the number of layers for the time of a draft.
-        layers = list(zip(self.config.layer_plan, self.layers, strict=True))[: self.config.num_hidden_layers]
-        for kind, layer in layers:
-            hidden_states, *given, router_logits = layer(
+        selected = []
+        for kind, layer in self._used_layers():
+            hidden_states, *given = layer(
                 hidden_states,
                 *shared,
                 layout=layout,
                 rotations=rotations,
                 cache=cache,
-                output_attentions=kwargs.get("output_attentions") or self.config.output_attentions,
+                output_attentions=output_attentions or self.config.output_attentions,
                 output_selected_indices=output_selected_indices,
             )
             if kind == "full":
                 shared = tuple(given)
                 if output_selected_indices:
                     selected.append(layout.hide_padding(layout.restore(given[2])))
-            if router_logits is not None:
-                routed.append(router_logits)
-        if cache is not None:
-            cache.record_rows(layout)
-        if output_router_logits is None:
-            output_router_logits = self.config.output_router_logits
-        return with_cache(
-            HySparseModelOutputWithPast,
-            cache,
-            last_hidden_state=self.norm(hidden_states),
-            selected_indices=tuple(selected) if output_selected_indices else None,
-            router_logits=tuple(routed) if output_router_logits and routed else None,
-        )
+        return hidden_states, selected
+
+    def _used_layers(self) -> list[tuple[str, HySparseDecoderLayer]]:
+        """Kinds and layers; self-speculation (`assistant_early_exit`) lowers their number for the time of a draft."""
+        return list(zip(self.config.layer_plan, self.layers, strict=True))[: self.config.num_hidden_layers]
 
 
 class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
     """The decoder with a language modelling head."""
 
+    model_class: type[HySparseModel] = HySparseModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
     def __init__(self, config: HySparseConfig):
         super().__init__(config)
-        self.model = HySparseModel(config)
+        self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -246,10 +250,10 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         Args:
             labels (`torch.LongTensor`, *optional*): `(batch, q_len)`, -100 is ignored; shifted inside.
             logits_to_keep (`int` or `torch.Tensor`): logits of the last n positions (0: all), or of these positions.
-
-        With `output_router_logits` the balance of a mixture of experts is `aux_loss`, and a part of the loss.
         """
-        outputs = self.model(
+        outputs, hidden_states = self._run_model(
+            logits_to_keep,
+            labels is not None,
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -259,15 +263,10 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
             **{CACHE_ARGUMENT: cache},
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        logits = self.lm_head(hidden_states)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        aux_loss = None
-        if outputs.router_logits is not None:
-            aux_loss = balance_loss(self.config, outputs.router_logits, attention_mask)
-            loss = None if loss is None else loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
         return with_cache(
             HySparseCausalLMOutputWithPast,
             cache_of(outputs),
@@ -276,9 +275,15 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             selected_indices=outputs.selected_indices,
-            router_logits=outputs.router_logits,
-            aux_loss=aux_loss,
         )
+
+    def _run_model(
+        self, logits_to_keep: int | torch.Tensor, has_labels: bool, **kwargs
+    ) -> tuple[HySparseModelOutputWithPast, torch.Tensor]:
+        """The decoder's output, and the hidden states `(batch, kept, hidden)` that the head reads."""
+        outputs = self.model(**kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return outputs, outputs.last_hidden_state[:, kept, :]
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict, *args):
         """Make a `HySparseCache` for `generate()`; refuse caches that would lose shared state."""
