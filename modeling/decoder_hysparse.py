@@ -13,6 +13,7 @@ from .attention_hysparse import (
 from .cache_hysparse import HySparseCache
 from .configuration_hysparse import HySparseConfig
 from .layers_hysparse import HySparseMLP, HySparseRMSNorm, Rotation, rotate
+from .moe_hysparse import HySparseMoE
 from .rows_hysparse import Rows, TokenLayout
 
 
@@ -262,7 +263,7 @@ class HySparseDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: HySparseConfig, layer_idx: int):
         super().__init__()
         self.self_attn = self.attention_class(config, layer_idx)
-        self.mlp = HySparseMLP(config)
+        self.mlp = HySparseMoE(config) if config.moe_plan[layer_idx] else HySparseMLP(config)
         self.input_layernorm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -272,12 +273,14 @@ class HySparseDecoderLayer(GradientCheckpointingLayer):
         *shared: torch.Tensor | None,
         **kwargs,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Takes tensors of other layers as `self_attn` does and returns `(hidden_states, key, value, indices, ...)`.
+        """Takes tensors of other layers as `self_attn` does; returns `(hidden_states, key, value, indices,
+        router_logits)`: what others read, and the logits `(batch * q_len, experts)` of a mixture of experts, else None.
 
-        Tensors with gradients from another layer are positional: keyword tensors lose theirs under reentrant
-        checkpointing.
+        Tensors with gradients from another layer are positional, and those that leave are returned: keyword tensors
+        and recorded ones lose theirs under reentrant checkpointing.
         """
         attended, _, *given = self.self_attn(self.input_layernorm(hidden_states), *shared, **kwargs)
         hidden_states = hidden_states + attended
-        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states, *given
+        fed = self.mlp(self.post_attention_layernorm(hidden_states))
+        fed, router_logits = fed if isinstance(fed, tuple) else (fed, None)
+        return hidden_states + fed, *given, router_logits

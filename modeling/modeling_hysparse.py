@@ -19,6 +19,7 @@ from .configuration_hysparse import HySparseConfig
 from .decoder_hysparse import HySparseAttention, HySparseDecoderLayer, HySparseGate
 from .inputs_hysparse import check_cache, read_inputs
 from .layers_hysparse import HySparseRMSNorm, HySparseRotaryEmbedding, Rotation
+from .moe_hysparse import HySparseExperts, HySparseRouter, balance_loss
 from .rows_hysparse import TokenLayout
 
 
@@ -32,16 +33,23 @@ AUTO_MAP = {
 
 @dataclass
 class HySparseModelOutputWithPast(BaseModelOutputWithPast):
-    """As the library's, and `selected_indices`: per full layer int32 `(batch, kv_heads, q_len, n_selected)`."""
+    """As the library's, and `selected_indices`: per full layer int32 `(batch, kv_heads, q_len, n_selected)`;
+    `router_logits`: per mixture-of-experts layer `(batch * q_len, experts)`.
+    """
 
     selected_indices: tuple[torch.Tensor, ...] | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass
 class HySparseCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """As the library's, and `selected_indices`: per full layer int32 `(batch, kv_heads, q_len, n_selected)`."""
+    """As the library's, and `selected_indices`: per full layer int32 `(batch, kv_heads, q_len, n_selected)`;
+    `router_logits`: per mixture-of-experts layer `(batch * q_len, experts)`; `aux_loss`: their balance.
+    """
 
     selected_indices: tuple[torch.Tensor, ...] | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    aux_loss: torch.Tensor | None = None
 
 
 class HySparsePreTrainedModel(PreTrainedModel):
@@ -63,6 +71,11 @@ class HySparsePreTrainedModel(PreTrainedModel):
             self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **self._auto_map}
         super().save_pretrained(*args, **kwargs)
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """True: the library looks for its decorator in this file, and the experts stand in another."""
+        return True
+
     @torch.no_grad()
     def init_parallel_plans(self) -> None:
         """As the library's; leaves out rules for parts that this configuration lacks, which it would warn about."""
@@ -78,6 +91,9 @@ class HySparsePreTrainedModel(PreTrainedModel):
         if isinstance(module, (HySparseAttention, HySparseGate)):
             for parameter in module.parameters(recurse=False):
                 init.zeros_(parameter)
+        elif isinstance(module, (HySparseExperts, HySparseRouter)):
+            for parameter in module.parameters(recurse=False):
+                init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, HySparseRotaryEmbedding):
             module.reset_buffers()
 
@@ -124,6 +140,7 @@ class HySparseModel(HySparsePreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         output_selected_indices: bool = False,
+        output_router_logits: bool | None = None,
         **kwargs,
     ) -> HySparseModelOutputWithPast:
         """Run the decoder.
@@ -139,6 +156,8 @@ class HySparseModel(HySparsePreTrainedModel):
                 read and extended whatever `use_cache` says.
             use_cache (`bool`, *optional*): make a cache when none is given. Packed input makes none.
             output_selected_indices (`bool`): also return each full layer's selected blocks.
+            output_router_logits (`bool`, *optional*): also return the router's logits of each mixture of experts;
+                default: the configuration's.
         Raises:
             ValueError: inputs that contradict each other.
             TypeError: a cache of another class, or a mask that is no tensor.
@@ -163,7 +182,7 @@ class HySparseModel(HySparsePreTrainedModel):
             use_cache=use_cache,
         )
         rotations = self._rotations(inputs_embeds, layout.positions if position_ids is None else position_ids)
-        hidden_states, selected = self._run_layers(
+        hidden_states, selected, routed = self._run_layers(
             inputs_embeds,
             layout=layout,
             rotations=rotations,
@@ -173,11 +192,14 @@ class HySparseModel(HySparsePreTrainedModel):
         )
         if cache is not None:
             cache.record_rows(layout)
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
         return with_cache(
             HySparseModelOutputWithPast,
             cache,
             last_hidden_state=self.norm(hidden_states),
             selected_indices=tuple(selected) if output_selected_indices else None,
+            router_logits=tuple(routed) if output_router_logits and routed else None,
         )
 
     def _run_layers(
@@ -190,12 +212,12 @@ class HySparseModel(HySparsePreTrainedModel):
         output_selected_indices: bool,
         output_attentions: bool | None = None,
         **kwargs,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Hidden states behind the last layer, and each full layer's selection if asked for."""
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Hidden states behind the last layer, each full layer's selection if asked for, and the routers' logits."""
         shared: tuple[torch.Tensor | None, ...] = (None, None, None)
-        selected = []
+        selected, routed = [], []
         for kind, layer in self._used_layers():
-            hidden_states, *given = layer(
+            hidden_states, *given, router_logits = layer(
                 hidden_states,
                 *shared,
                 layout=layout,
@@ -208,7 +230,9 @@ class HySparseModel(HySparsePreTrainedModel):
                 shared = tuple(given)
                 if output_selected_indices:
                     selected.append(layout.hide_padding(layout.restore(given[2])))
-        return hidden_states, selected
+            if router_logits is not None:
+                routed.append(router_logits)
+        return hidden_states, selected, routed
 
     def _used_layers(self) -> list[tuple[str, HySparseDecoderLayer]]:
         """Kinds and layers; self-speculation (`assistant_early_exit`) lowers their number for the time of a draft."""
@@ -250,6 +274,8 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         Args:
             labels (`torch.LongTensor`, *optional*): `(batch, q_len)`, -100 is ignored; shifted inside.
             logits_to_keep (`int` or `torch.Tensor`): logits of the last n positions (0: all), or of these positions.
+
+        With `output_router_logits` the balance of a mixture of experts is `aux_loss`, and a part of the loss.
         """
         outputs, hidden_states = self._run_model(
             logits_to_keep,
@@ -267,6 +293,10 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        aux_loss = None
+        if outputs.router_logits is not None:
+            aux_loss = balance_loss(self.config, outputs.router_logits, attention_mask)
+            loss = None if loss is None else loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
         return with_cache(
             HySparseCausalLMOutputWithPast,
             cache_of(outputs),
@@ -275,6 +305,8 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             selected_indices=outputs.selected_indices,
+            router_logits=outputs.router_logits,
+            aux_loss=aux_loss,
         )
 
     def _run_model(
