@@ -198,6 +198,7 @@ class HySparseConfig(PreTrainedConfig):
         self._check_plan()
         self._check_experts()
         self._check_selection()
+        self._check_window()
         self._check_switches()
 
     def _check_heads(self) -> None:
@@ -287,18 +288,23 @@ class HySparseConfig(PreTrainedConfig):
                 f"{budget // size} blocks of the budget, got {self.oracle_forced_first_blocks} + "
                 f"{self.oracle_forced_local_blocks}; raise `oracle_budget` or force fewer."
             )
+
+    def _check_window(self) -> None:
         if self.sliding_window < 1:
             raise ValueError(
                 f"`sliding_window` must be at least 1 (the query's own token), got {self.sliding_window}; "
                 "to drop the branch set `window_branch='none'`."
             )
 
-    def _check_switches(self) -> None:
-        for field, choices in CHOICES.items():
+    def _check_choices(self, choices_of: dict[str, tuple[str, ...]]) -> None:
+        for field, choices in choices_of.items():
             if getattr(self, field) not in choices:
                 raise ValueError(
                     f"`{field}` must be one of {choices}, got {getattr(self, field)!r}; use one of these."
                 )
+
+    def _check_switches(self) -> None:
+        self._check_choices(CHOICES)
         if not self.share_full_kv and self.window_branch in ("shared_kv", "merged_shared"):
             raise ValueError(
                 f"`window_branch={self.window_branch!r}` reads the full layer's keys and values, which "

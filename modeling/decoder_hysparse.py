@@ -273,8 +273,8 @@ class HySparseDecoderLayer(GradientCheckpointingLayer):
         *shared: torch.Tensor | None,
         **kwargs,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Takes tensors of other layers as `self_attn` does; returns `(hidden_states, key, value, indices,
-        router_logits)`: what others read, and the logits `(batch * q_len, experts)` of a mixture of experts, else None.
+        """Takes tensors of other layers as `self_attn` does, and returns `(hidden_states, *, router_logits)`: what it
+        returns behind its weights, and the logits `(batch * q_len, experts)` of a mixture of experts or None.
 
         Tensors with gradients from another layer are positional, and those that leave are returned: keyword tensors
         and recorded ones lose theirs under reentrant checkpointing.
