@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import shutil
 import struct
@@ -12,6 +13,15 @@ from types import TracebackType
 from typing import BinaryIO
 
 import torch
+from transformers.utils import logging
+
+
+try:
+    import fcntl
+except ImportError:  # Windows: folders of killed processes stay
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.get_logger(__name__)
 
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -43,11 +53,12 @@ def check_target(out: Path) -> None:
 def appearing_folder(out: Path) -> Iterator[Path]:
     """A folder beside `out` to write into; it takes the name `out` at the end, and is removed after an error.
 
-    A killed process leaves it behind under its hidden name; `out` itself is complete whenever it exists.
+    `out` itself is complete whenever it exists. A killed process leaves its folder behind under a hidden name, and
+    the next one that writes the same `out` removes it. A folder that a running process holds is left alone.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.parent / f".{out.name}.partial-{secrets.token_hex(4)}"
-    partial.mkdir()
+    _remove_abandoned(out)
+    partial, lock = _locked_folder(out)
     try:
         yield partial
         # Also over an empty folder; one that has been filled meanwhile is an error.
@@ -55,6 +66,66 @@ def appearing_folder(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _partial_prefix(out: Path) -> str:
+    return f".{out.name}.partial-"
+
+
+def _locked_folder(out: Path) -> tuple[Path, int | None]:
+    """A new folder, and the descriptor that holds its lock, None where the file system has no locks."""
+    while True:
+        partial = out.parent / f"{_partial_prefix(out)}{secrets.token_hex(4)}"
+        partial.mkdir()
+        try:
+            lock = _lock(partial, wait=True)
+        except FileNotFoundError:
+            continue
+        if partial.exists():
+            return partial, lock
+        # Between its creation and its locking another process took it for an abandoned one.
+        assert lock is not None, f"{partial} has been removed"
+        os.close(lock)
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Remove what killed processes left of `out`: the system drops a process's locks with the process."""
+    ours = re.compile(rf"{re.escape(_partial_prefix(out))}[0-9a-f]{{8}}")
+    for partial in sorted(path for path in out.parent.iterdir() if ours.fullmatch(path.name)):
+        try:
+            lock = _lock(partial, wait=False)
+        except OSError:
+            # Held by a running process, or gone meanwhile.
+            continue
+        if lock is not None:
+            logger.warning(f"{partial.name} was left behind by a process that was killed, and is removed.")
+            shutil.rmtree(partial, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path, wait: bool) -> int | None:
+    """The descriptor that holds a folder's lock; None where there are no locks.
+
+    Raises:
+        BlockingIOError: another process holds it, and `wait` is off.
+        FileNotFoundError: the folder is gone.
+    """
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        # A file system without locks on folders, such as some network ones.
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 class CheckpointWriter:

@@ -1,5 +1,6 @@
 """The target folder appears complete or not at all, and holds all that a loader needs."""
 
+import errno
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from hysparse_hf import HySparseForCausalLM, cli, convert
-from hysparse_hf.conversion.output import CheckpointWriter
+from hysparse_hf.conversion.output import CheckpointWriter, appearing_folder
 
 
 def snapshot(folder):
@@ -114,10 +115,68 @@ def test_H12_killed_conversion_leaves_no_target_and_can_be_repeated(make_source,
     command = [sys.executable, "-c", textwrap.dedent(KILLER), str(source), str(outs), *points]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split() == [word for name in KILLED_IN for word in (name, str(-signal.SIGKILL))]
-    visible = [path.name for path in outs.iterdir() if not path.name.startswith(".")]
-    assert visible == []
+    # Each left its unfinished folder, under a hidden name.
+    left = sorted(path.name for path in outs.iterdir())
+    assert [name.partition(".partial-")[0] for name in left] == sorted(f".{name}" for name in KILLED_IN)
     first, again = convert_naive(source, "clean"), convert_naive(source, "outs/rename")
     assert snapshot(first) == snapshot(again)
+    # The same target removes what it left; others' are not its business.
+    kept = [name for name in left if not name.startswith(".rename.")]
+    assert sorted(path.name for path in outs.iterdir()) == sorted([*kept, "rename"])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs file locks")
+def test_H12_folders_of_running_processes_and_of_others_are_left_alone(tmp_path, caplog):
+    others = [
+        tmp_path / name for name in (".out.partial-mine", ".out.partial-0123abcd.txt", ".output.partial-0123abcd")
+    ]
+    for folder in others:
+        folder.mkdir()
+    abandoned = tmp_path / ".out.partial-0123abcd"
+    abandoned.mkdir()
+    (abandoned / "model.safetensors").write_text("half")
+    with appearing_folder(tmp_path / "out") as running:
+        assert not abandoned.exists()
+        assert "0123abcd was left behind by a process that was killed" in caplog.text
+        (running / "config.json").write_text("{}")
+        with appearing_folder(tmp_path / "out") as second:
+            assert running.exists(), "its process still writes into it"
+            second.rmdir()
+            second.mkdir()
+    assert all(folder.exists() for folder in others)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_H12_file_system_without_locks_keeps_what_may_be_in_use(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def fail(*_):
+        raise OSError(errno.EBADF, "locks are not supported here")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    unknown = tmp_path / ".out.partial-0123abcd"
+    unknown.mkdir()
+    with appearing_folder(tmp_path / "out") as folder:
+        (folder / "config.json").write_text("{}")
+    assert unknown.exists()
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_H12_folder_that_loses_its_place_to_a_cleaner_is_made_again(tmp_path, monkeypatch):
+    """Another process may take a new folder for an abandoned one before it is locked."""
+    fcntl = pytest.importorskip("fcntl")
+    lock, taken = fcntl.flock, []
+
+    def slow(descriptor, operation):
+        if not taken:
+            taken.append(next(tmp_path.glob(".out.partial-*")))
+            taken[0].rmdir()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    with appearing_folder(tmp_path / "out") as folder:
+        assert folder != taken[0]
+        assert folder.exists()
 
 
 def test_error_on_the_way_leaves_nothing(make_source, convert_naive, tmp_path, monkeypatch):
@@ -150,7 +209,10 @@ def test_dry_run_prints_the_map_and_writes_nothing(make_source, tmp_path, capsys
         (["--plan", "1,2"], "must include layer 0"),
         (["--plan", "0,9"], "layers of the source (0 to 4), got [9]"),
         (["--plan", "0,3,3"], "each full layer once"),
-        (["--plan", "auto"], "'regular' or a list"),
+        (["--plan", "best"], "'regular' or a list"),
+        (["--max-sparse-run", "0"], "at least 1"),
+        (["--max-sparse-run", "1"], "at least 2 for 2 full layers of 5"),
+        (["--gate-granularity", "none", "--init", "naive"], "needs `init='fitted'`"),
         (["--ratio", "3"], "must read 1:N"),
         (["--budget", "1000"], "use 960 or 1024"),
         (["--window", "0"], "at least 1"),
