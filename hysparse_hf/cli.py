@@ -25,6 +25,7 @@ COMMANDS = {
     "convert": Command("turn a dense checkpoint into a HySparse checkpoint", "hysparse_hf.conversion.convert"),
     "verify": Command("check a converted checkpoint and measure the ladder to it", "hysparse_hf.conversion.verify"),
     "compare": Command("measure how far one checkpoint is from another", "hysparse_hf.conversion.compare"),
+    "recall": Command("show what a reused selection catches of each layer's attention", "hysparse_hf.oracle_recall"),
 }
 
 

@@ -41,8 +41,12 @@ PACKAGE_ARROWS = {
     "hysparse_hf.modeling": {"hysparse_hf.modeling"},
 }
 
-# Exceptions, file by file; the command line dispatches to every package, by name and late.
-FILE_EXCEPTIONS = {"hysparse_hf/cli.py": {"hysparse_hf.conversion"}}
+# Exceptions, file by file: the command line dispatches to every package, by name and late; a diagnosis reads the text
+# and the checkpoint that it is given as the conversion does.
+FILE_EXCEPTIONS = {
+    "hysparse_hf/cli.py": {"hysparse_hf.conversion"},
+    "hysparse_hf/oracle_recall.py": {"hysparse_hf.conversion"},
+}
 
 # Folder -> package.
 FOLDERS = {"hysparse_hf": "hysparse_hf", "conversion": "hysparse_hf.conversion", "modeling": "hysparse_hf.modeling"}
