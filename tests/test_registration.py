@@ -1,12 +1,15 @@
 """Registration with the Auto classes, and what happens outside the supported range of transformers."""
 
 import configparser
+import dataclasses
 import os
+import runpy
 import subprocess
 import sys
 
 import pytest
 import transformers
+from transformers import modeling_outputs
 
 import import_rules
 from hysparse_hf import registration
@@ -42,6 +45,16 @@ class TestRange:
         assert done.returncode == 1
         last = done.stderr.strip().splitlines()[-1]
         assert last.startswith("ImportError: hysparse_hf needs transformers>=5.17,<6, got 4.57.6")
+
+    def test_outputs_without_a_known_cache_field_are_refused_E14(self, monkeypatch):
+        @dataclasses.dataclass
+        class Renamed:
+            logits: object = None
+
+        monkeypatch.setattr(modeling_outputs, "CausalLMOutputWithPast", Renamed)
+        path = import_rules.ROOT / "modeling" / "compat_transformers.py"
+        with pytest.raises(ImportError, match="none of the cache fields .* pip install"):
+            runpy.run_path(str(path))
 
     def test_range_is_the_one_of_the_metadata(self):
         parser = configparser.ConfigParser()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from models.tiny import SWITCHES, assert_same_logits, draw_ids, run_in_chunks, tiny_model
 
+from hysparse_hf import HySparseCache
 from hysparse_hf.modeling.compat_transformers import cache_of
 
 
@@ -86,3 +87,9 @@ def test_crossing_the_budget_by_prefill_and_by_decode_is_continuous_C23(length):
     # The budget of eight tokens covers everything for the first eight queries, and no longer for the ninth.
     assert_same_logits(whole[:, :8], dense[:, :8])
     assert (whole - dense)[:, 8:].abs().amax(-1).min() > 1e-4
+
+
+def test_a_layer_without_keys_of_its_own_caches_none_B16():
+    cache = HySparseCache(tiny_model(window_branch="none").config)
+    with pytest.raises(RuntimeError, match="reads another layer's keys"):
+        cache.update(torch.zeros(1, 2, 1, 24), torch.zeros(1, 2, 1, 24), 1)

@@ -392,6 +392,7 @@ class TestArgumentErrors:
             pytest.param({"n_selected": -1}, "`n_selected` must be at least 0, got -1", id="n-selected"),
             pytest.param({"forced_first_blocks": -1}, "`forced_first_blocks` must be at least 0", id="forced-first"),
             pytest.param({"forced_local_blocks": -1}, "`forced_local_blocks` must be at least 0", id="forced-local"),
+            pytest.param({"forced_first_blocks": 2}, r"at most `n_selected` \(1\), got 2 \+ 0", id="forced-beyond"),
             pytest.param({"block_reduction": "mean"}, "`block_reduction` must be one of", id="block-reduction"),
             pytest.param({"head_reduction": "sum"}, "`head_reduction` must be one of", id="head-reduction"),
             pytest.param(
@@ -419,6 +420,7 @@ class TestArgumentErrors:
             pytest.param([(1, 2, 5, 8), (1, 1, 6, 8), (1, 1, 5, 8)], "heads and length", id="lengths"),
             pytest.param([(1, 3, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)], "must be a multiple of `key` heads", id="groups"),
             pytest.param([(1, 2, 5, 8), (1, 1, 4, 8), (1, 1, 4, 8)], "must hold at least the queries", id="short"),
+            pytest.param([(1, 2, 0, 8), (1, 1, 5, 8), (1, 1, 5, 8)], "must hold at least one token", id="no-query"),
         ],
     )
     def test_shape(self, shapes, words):

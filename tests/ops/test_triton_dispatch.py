@@ -46,6 +46,14 @@ def test_named_back_end_refuses_what_it_cannot_do():
         sliding_window_attention(*(tensor.double() for tensor in states), window=2, backend="triton")
 
 
+def test_more_keys_than_the_kernels_number_are_refused_by_name():
+    query, key, value = make_states(1, 3)
+    key, value = (states[:, :, :1].expand(-1, -1, 2**26 + 1, -1) for states in (key, value))
+    indices = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(NotImplementedError, match=r"up to 2\*\*26 keys, got 67108865"):
+        block_sparse_attention(query, key, value, indices, block_size=16, backend="triton")
+
+
 def test_auto_goes_to_the_reference_and_says_so_once(monkeypatch, caplog):
     monkeypatch.delenv("HYSPARSE_BACKEND", raising=False)
     monkeypatch.setattr(attention_hysparse, "resolve_backend", lambda backend, device: "triton")
