@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "HySparseConfig": "hysparse_hf.modeling.configuration_hysparse",
     "HySparseForCausalLM": "hysparse_hf.modeling.modeling_hysparse",
+    "HySparseForSequenceClassification": "hysparse_hf.modeling.modeling_hysparse",
     "HySparseModel": "hysparse_hf.modeling.modeling_hysparse",
     "HySparseCache": "hysparse_hf.modeling.cache_hysparse",
     "convert": "hysparse_hf.conversion.convert",

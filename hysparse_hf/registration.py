@@ -19,7 +19,11 @@ MODEL_TYPES = {
     "hysparse": ModelType(
         configuration=("hysparse_hf.modeling.configuration_hysparse", "HySparseConfig"),
         modeling="hysparse_hf.modeling.modeling_hysparse",
-        auto_classes={"AutoModel": "HySparseModel", "AutoModelForCausalLM": "HySparseForCausalLM"},
+        auto_classes={
+            "AutoModel": "HySparseModel",
+            "AutoModelForCausalLM": "HySparseForCausalLM",
+            "AutoModelForSequenceClassification": "HySparseForSequenceClassification",
+        },
     ),
 }
 

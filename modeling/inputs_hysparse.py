@@ -115,6 +115,47 @@ def _masked_layout(
     return layout_of_length(past, q_len, device, Rows(visibility=_visibility(attention_mask.to(device))))
 
 
+def last_tokens(
+    config: HySparseConfig,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    *,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor:
+    """The slot `(batch,)` of each row's last token, for a head that reads one token per row.
+
+    A `(batch, length)` mask has the last word. Without one a row ends with its last id that is not the padding's, and
+    embeddings end with the last slot. Arguments as in the model's forward, which has accepted them.
+
+    Raises:
+        ValueError: packed documents, or several rows of which nothing says where they end.
+    """
+    given = input_ids if inputs_embeds is None else inputs_embeds
+    assert given is not None
+    batch, q_len = given.shape[:2]
+    is_masked = attention_mask is not None and attention_mask.dim() == 2
+    layout = layout_of_mask(attention_mask.to(given.device), q_len) if is_masked else None  # type: ignore[union-attr]
+    documents = packed_rows(position_ids, cu_seqlens, q_len, layout)
+    if documents is not None and _restarts(documents, while_tracing=False):
+        raise ValueError(
+            "packed documents (restarting `position_ids` or `cu_seq_lens_q`) cannot be classified: a row has one "
+            "label; give each document a row of its own."
+        )
+    slots = torch.arange(q_len, device=given.device).expand(batch, q_len)
+    if layout is not None and layout.visible is not None:
+        slots = slots * layout.visible[:, -q_len:]
+    elif config.pad_token_id is None and batch > 1:
+        raise ValueError(
+            f"several rows ({batch}) need `attention_mask` or `config.pad_token_id`, got neither: nothing says where "
+            "each row ends; pass the tokenizer's mask."
+        )
+    elif config.pad_token_id is not None and input_ids is not None:
+        slots = slots * (input_ids != config.pad_token_id)
+    return slots.amax(-1)
+
+
 def _restarts(rows: Rows, while_tracing: bool) -> bool:
     """Whether there is more than one document. Reads the data, or answers `while_tracing` when it cannot."""
     return while_tracing if torch.compiler.is_compiling() else bool(rows.first_key.any())

@@ -7,7 +7,11 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -17,7 +21,7 @@ from .cache_hysparse import HySparseCache
 from .compat_transformers import CACHE_ARGUMENT, accepts_cache_names, cache_of, checkpointing_is_active, with_cache
 from .configuration_hysparse import HySparseConfig
 from .decoder_hysparse import HySparseAttention, HySparseDecoderLayer, HySparseGate
-from .inputs_hysparse import check_cache, read_inputs
+from .inputs_hysparse import check_cache, last_tokens, read_inputs
 from .layers_hysparse import HySparseRMSNorm, HySparseRotaryEmbedding, Rotation
 from .moe_hysparse import HySparseExperts, HySparseRouter, balance_loss
 from .rows_hysparse import TokenLayout
@@ -28,6 +32,7 @@ AUTO_MAP = {
     "AutoConfig": "configuration_hysparse.HySparseConfig",
     "AutoModel": "modeling_hysparse.HySparseModel",
     "AutoModelForCausalLM": "modeling_hysparse.HySparseForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_hysparse.HySparseForSequenceClassification",
 }
 
 
@@ -247,6 +252,7 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
 
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
+
     def __init__(self, config: HySparseConfig):
         super().__init__(config)
         self.model = self.model_class(config)
@@ -334,4 +340,78 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
 
 
-__all__ = ["AUTO_MAP", "HySparseForCausalLM", "HySparseModel", "HySparsePreTrainedModel"]
+class HySparseForSequenceClassification(HySparsePreTrainedModel):
+    """The decoder with one score per label, read at each row's last visible token."""
+
+    model_class: type[HySparseModel] = HySparseModel
+    # The loss is a mean over rows: Trainer divides it by the number of accumulation steps.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: HySparseConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = self.model_class(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @accepts_cache_names
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: HySparseCache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> SequenceClassifierOutputWithPast:
+        """Score rows `(batch, num_labels)`; arguments as in `HySparseModel.forward`, and:
+
+        Args:
+            labels (`torch.Tensor`, *optional*): `(batch,)` class ids, `(batch,)` or `(batch, num_labels)` numbers to
+                regress on, or `(batch, num_labels)` zeros and ones; `config.problem_type` says which, or is found.
+        Raises:
+            ValueError: packed documents, or several rows without a mask and without a padding token.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **{CACHE_ARGUMENT: cache},
+            **kwargs,
+        )
+        last = last_tokens(
+            self.config,
+            input_ids,
+            inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=kwargs.get("cu_seq_lens_q"),
+        )
+        hidden_states = outputs.last_hidden_state
+        last = last.to(hidden_states.device)
+        logits = self.score(hidden_states[torch.arange(len(last), device=last.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return with_cache(
+            SequenceClassifierOutputWithPast,
+            cache_of(outputs),
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = [
+    "AUTO_MAP",
+    "HySparseForCausalLM",
+    "HySparseForSequenceClassification",
+    "HySparseModel",
+    "HySparsePreTrainedModel",
+]

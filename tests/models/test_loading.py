@@ -160,6 +160,7 @@ class TestFreshProcess:
             "AutoConfig": "configuration_hysparse.HySparseConfig",
             "AutoModel": "modeling_hysparse.HySparseModel",
             "AutoModelForCausalLM": "modeling_hysparse.HySparseForCausalLM",
+            "AutoModelForSequenceClassification": "modeling_hysparse.HySparseForSequenceClassification",
         }
 
     def test_a_config_saved_alone_brings_its_file(self, generations):
