@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hysparse_hf.modeling.cache_hysparse import PAGE, WINDOW_SLACK, capacity_for
+from hysparse_hf.modeling.cache_layers_hysparse import PAGE, WINDOW_SLACK, capacity_for
 
 
 def predict_cache_bytes(

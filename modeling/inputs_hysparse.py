@@ -42,6 +42,8 @@ def read_inputs(
             f"`position_ids` must be (batch or 1, {q_len}), one per new token, got {tuple(position_ids.shape)}; give "
             "those of the new tokens alone."
         )
+    if cache is not None:
+        cache.check_room(q_len)
     layout = _masked_layout(states, attention_mask, cu_seqlens, cache)
     documents = packed_rows(position_ids, cu_seqlens, q_len, layout)
     if cache is not None and documents is not None and _restarts(documents, while_tracing=False):
@@ -57,7 +59,7 @@ def read_inputs(
         layout = layout_of_length(0, q_len, device, documents or PLAIN_ROWS)
     elif cache is None and documents is not None:
         layout = replace(layout, rows=documents)
-    if cache is not None and layout.past and q_len > 1:
+    if cache is not None and layout.past and q_len > 1 and attention_mask is not None:
         # Decoding only adds to the mask, and is spared the look at it.
         cache.check_rows(layout)
     return layout, cache
@@ -78,6 +80,23 @@ def check_cache(cache, n_layers: int) -> None:
         )
 
 
+def check_generation_cache(cache, max_cache_length: int, drafts: bool) -> None:
+    """Raise `ValueError` if a pre-allocated cache is too short for `generate()`, or would have to undo drafts."""
+    room = getattr(cache, "max_cache_len", None)
+    if room is None:
+        return
+    if max_cache_length > room:
+        raise ValueError(
+            f"`{CACHE_ARGUMENT}` was made for `max_cache_len` = {room} tokens, but up to {max_cache_length} are to be "
+            "cached; make it longer, or ask for fewer new tokens."
+        )
+    if drafts:
+        raise ValueError(
+            "assisted decoding undoes tokens, which the windows of a pre-allocated cache cannot without limit; use "
+            "`cache_implementation='dynamic'`, or a HySparseCache without `max_cache_len`."
+        )
+
+
 def _masked_layout(
     states: torch.Tensor, attention_mask, cu_seqlens, cache: HySparseCache | None
 ) -> TokenLayout | None:
@@ -90,10 +109,14 @@ def _masked_layout(
             "with `return_tensors='pt'`."
         )
     (batch, q_len), device = states.shape[:2], states.device
-    past = cache.get_seq_length() if cache is not None else 0
+    past = cache.known_length(q_len) if cache is not None else 0
     rows, length = attention_mask.shape[0], attention_mask.shape[-1]
+    if past is None:
+        past = length - q_len
     is_one_for_all = attention_mask.dim() == 4 and rows == 1
-    fits = length == past + q_len and (rows == batch or is_one_for_all)
+    # A pre-allocated cache knows its rows, so that a step's mask need not grow.
+    is_of_new = attention_mask.dim() == 2 and length == q_len and cache is not None and cache.max_cache_len is not None
+    fits = (length == past + q_len or is_of_new) and (rows == batch or is_one_for_all)
     if attention_mask.dim() not in (2, 4) or not fits:
         raise ValueError(
             f"`attention_mask` must be ({batch}, {past + q_len}) or ({batch} or 1, 1 or heads, {q_len}, "
@@ -106,11 +129,12 @@ def _masked_layout(
             "packed documents have no padding."
         )
     if attention_mask.dim() == 2:
-        return layout_of_mask(attention_mask.to(device), q_len)
-    if cache is not None and cache.row_counts is not None:
+        make_layout = layout_of_mask if cache is None else cache.layout_of_mask
+        return make_layout(attention_mask.to(device), q_len)
+    if cache is not None and past and (cache.row_counts is not None or cache.max_cache_len is not None):
         raise ValueError(
-            f"a 4-D `attention_mask` counts slots, but the `{CACHE_ARGUMENT}` holds rows that came with a "
-            "(batch, length) mask and are stored without their padding; keep to one kind of mask per cache."
+            f"a 4-D `attention_mask` counts slots, but the `{CACHE_ARGUMENT}` is pre-allocated, or holds rows that "
+            "came with a (batch, length) mask and are stored without their padding; keep to one kind of mask."
         )
     return layout_of_length(past, q_len, device, Rows(visibility=_visibility(attention_mask.to(device))))
 

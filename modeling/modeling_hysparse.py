@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.generation import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -21,7 +22,7 @@ from .cache_hysparse import HySparseCache
 from .compat_transformers import CACHE_ARGUMENT, accepts_cache_names, cache_of, checkpointing_is_active, with_cache
 from .configuration_hysparse import HySparseConfig
 from .decoder_hysparse import HySparseAttention, HySparseDecoderLayer, HySparseGate
-from .inputs_hysparse import check_cache, last_tokens, read_inputs
+from .inputs_hysparse import check_cache, check_generation_cache, last_tokens, read_inputs
 from .layers_hysparse import HySparseRMSNorm, HySparseRotaryEmbedding, Rotation
 from .moe_hysparse import HySparseExperts, HySparseRouter, balance_loss
 from .rows_hysparse import TokenLayout
@@ -76,12 +77,6 @@ class HySparsePreTrainedModel(PreTrainedModel):
             self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **self._auto_map}
         super().save_pretrained(*args, **kwargs)
 
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        """True: the library looks for its decorator in this file, and the experts stand in another."""
-        return True
-
-    @torch.no_grad()
     def init_parallel_plans(self) -> None:
         """As the library's; leaves out rules for parts that this configuration lacks, which it would warn about."""
         super().init_parallel_plans()
@@ -89,6 +84,12 @@ class HySparsePreTrainedModel(PreTrainedModel):
         present = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
         self._tp_plan = {rule: style for rule, style in self._tp_plan.items() if rule in present}
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """True: the library looks for its decorator in this file, and the experts stand in another."""
+        return True
+
+    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         # Gates start at one half and sinks at zero, as in the paper's architecture from scratch. Each module fills its
@@ -249,7 +250,6 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
 
     model_class: type[HySparseModel] = HySparseModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
@@ -323,21 +323,43 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return outputs, outputs.last_hidden_state[:, kept, :]
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict, *args):
-        """Make a `HySparseCache` for `generate()`; refuse caches that would lose shared state."""
+    def create_masks_for_generate(self, *, attention_mask, inputs_embeds, is_first_iteration=False, **kwargs):
+        """The mask that `generate()` passes with a pre-allocated cache: of the new tokens alone, once rows are known.
+
+        So its shape is the same at every step. The library would build 4-D masks here, which count slots.
+        """
+        if attention_mask is None or is_first_iteration:
+            return attention_mask
+        return attention_mask[:, -inputs_embeds.shape[1] :]
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict, mode, batch_size, max_cache_length):
+        """Make a `HySparseCache` for `generate()`; refuse caches that lose shared state or cannot be rolled back.
+
+        Args: as the library's; `max_cache_length` is the number of tokens that will be cached at most.
+        Raises:
+            ValueError: a `cache_implementation` that this model has not, a cache that is too short, or drafts on a
+                pre-allocated cache.
+        """
+        given = model_kwargs.get(CACHE_ARGUMENT)
         implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic"):
+        if given is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)  # type: ignore[misc]
+        elif implementation == "static":
+            # Room for later calls, if asked for, spares them a new graph.
+            room = max(max_cache_length, generation_config.max_cache_len or 0)
+            model_kwargs[CACHE_ARGUMENT] = HySparseCache(self.config, max_cache_len=room)
+        elif implementation in (None, "dynamic", "offloaded"):
+            model_kwargs[CACHE_ARGUMENT] = HySparseCache(self.config, offloading=implementation == "offloaded")
+        else:
             raise ValueError(
-                f"`cache_implementation` must be None or 'dynamic' for this model, got {implementation!r}; leave it "
-                "out, and a HySparseCache is made."
+                "`cache_implementation` must be None, 'dynamic', 'static' or 'offloaded' for this model, got "
+                f"{implementation!r}; leave it out for a cache that grows."
             )
-        if model_kwargs.get(CACHE_ARGUMENT) is None and generation_config.use_cache is not False:
-            cache = HySparseCache(self.config)
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
-            model_kwargs[CACHE_ARGUMENT] = cache
-            return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        check_generation_cache(
+            model_kwargs.get(CACHE_ARGUMENT), max_cache_length, mode == GenerationMode.ASSISTED_GENERATION
+        )
+        if given is None and generation_config.is_assistant:
+            model_kwargs[CACHE_ARGUMENT].activate_past_recording()
 
 
 class HySparseForSequenceClassification(HySparsePreTrainedModel):

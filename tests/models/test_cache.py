@@ -23,7 +23,8 @@ from models.tiny import (
 )
 
 from hysparse_hf import HySparseConfig, measure_cache_bytes, predict_cache_bytes
-from hysparse_hf.modeling.cache_hysparse import PAGE, WINDOW_SLACK, HySparseCache
+from hysparse_hf.modeling.cache_hysparse import HySparseCache
+from hysparse_hf.modeling.cache_layers_hysparse import PAGE, WINDOW_SLACK
 from hysparse_hf.modeling.compat_transformers import cache_of
 from hysparse_hf.modeling.rows_hysparse import layout_of_mask
 

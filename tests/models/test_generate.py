@@ -339,7 +339,7 @@ def test_drafts_that_leave_the_model_early_equal_greedy(layers):
     assert torch.equal(drafted, uncached_greedy(model, ids, 25))
 
 
-REFUSED = ["static", "offloaded", "offloaded_static", "quantized"]
+REFUSED = ["offloaded_static", "quantized"]
 
 
 @pytest.mark.parametrize("implementation", REFUSED)

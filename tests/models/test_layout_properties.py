@@ -5,7 +5,7 @@ import torch
 from models.tiny import SWITCHES, assert_same_logits, draw_ids, logits_alone, run_in_chunks, spread, tiny_model
 
 from hysparse_hf import measure_cache_bytes
-from hysparse_hf.modeling.cache_hysparse import WINDOW_SLACK
+from hysparse_hf.modeling.cache_layers_hysparse import WINDOW_SLACK
 from hysparse_hf.modeling.compat_transformers import cache_of
 
 
