@@ -19,7 +19,7 @@ from transformers.utils import logging
 try:
     import fcntl
 except ImportError:  # Windows: folders of killed processes stay
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 logger = logging.get_logger(__name__)
 

@@ -1,13 +1,16 @@
 """The map accounts for every key, and its inverse gives the source back bit for bit."""
 
+import itertools
 import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from hysparse_hf import HySparseConfig
-from hysparse_hf.conversion.faults import same_bits
+from hysparse_hf import HySparseConfig, convert
+from hysparse_hf.conversion.faults import checkpoint_map, same_bits
 from hysparse_hf.conversion.key_map import DENSE_DECODER, NEW_PARAMETERS, OPERATIONS, build_key_map, target_shapes
+from hysparse_hf.conversion.source import FolderSource
 
 
 CONFIG = {
@@ -144,5 +147,46 @@ def test_inverse_returns_the_source_bit_for_bit():
         assert sorted([*written, *key_map.new]) == sorted(targets)
         for entry in key_map.entries:
             assert same_bits(key_map.source_tensor(entry, written[entry.target]), source[entry.source])
+
+    check()
+
+
+def test_converted_files_invert_to_the_source_bit_for_bit(make_source, tmp_path):
+    """The same through whole conversions: tensors of any bit pattern, written by one process and read back."""
+    hypothesis = pytest.importorskip("hypothesis")
+    strategies = hypothesis.strategies
+    numbers = itertools.count()
+
+    @hypothesis.settings(max_examples=8)
+    @hypothesis.given(
+        family=strategies.sampled_from(["Llama", "Qwen2", "Qwen3"]),
+        layers=strategies.integers(1, 3),
+        tied=strategies.booleans(),
+        dtype=strategies.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+        shard=strategies.sampled_from(["1GB", "60KB"]),
+        written=strategies.sampled_from([10**9, 60_000]),
+        seed=strategies.integers(0, 99),
+    )
+    def check(family, layers, tied, dtype, shard, written, seed):
+        name = f"source{next(numbers)}"
+        options = {"num_hidden_layers": layers, "tie_word_embeddings": tied, "dtype": dtype}
+        source, _ = make_source(family, name=name, max_shard_size=shard, **options)
+        generator = torch.Generator().manual_seed(seed)
+        for file in source.glob("*.safetensors"):
+            tensors = {
+                key: torch.randint(-(2**15), 2**15, (*tensor.shape, dtype.itemsize // 2), generator=generator)
+                .short()
+                .view(dtype)[..., 0]
+                .contiguous()
+                for key, tensor in load_file(file).items()
+            }
+            save_file(tensors, file, metadata={"format": "pt"})
+        convert(source, tmp_path / f"{name}-out", init="naive", window=12, max_shard_bytes=written)
+        original, converted = FolderSource(source), FolderSource(tmp_path / f"{name}-out")
+        key_map = checkpoint_map(original, HySparseConfig.from_pretrained(converted.path))
+        assert not key_map.dropped
+        for entry in key_map.entries:
+            inverted = key_map.source_tensor(entry, converted.tensor(entry.target))
+            assert same_bits(inverted, original.tensor(entry.source)), entry.source
 
     check()

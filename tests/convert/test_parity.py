@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hysparse_hf import HySparseForCausalLM
 from hysparse_hf.conversion.faults import dense_difference, module_faults, weight_faults
@@ -62,6 +63,56 @@ def test_dense_switch_equals_the_source(make_source, convert_naive, token_ids, f
     assert dense_difference(model, out, token_ids) < 1e-5 * max(1.0, scale)
     assert module_faults(model, out, token_ids) == {}
     assert weight_faults(source, out) == []
+
+
+# Every option that a family has, at once. A head of 18 channels is no power of two, and half of it is odd.
+EVERYTHING_ON = {
+    "Llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 18},
+    "Mistral": {"sliding_window": None, "head_dim": 18},
+    "Qwen2": {"hidden_size": 72},
+    "Qwen3": {"attention_bias": True, "head_dim": 18},
+}
+LONGROPE_FACTORS = {name: [1.0 + step * i for i in range(9)] for name, step in (("short", 0.05), ("long", 0.5))}
+ROPE_TYPES = {
+    "default": {"rope_type": "default", "rope_theta": 777.0},
+    "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+    "dynamic": DYNAMIC,
+    "yarn": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3},
+    "llama3": LLAMA3,
+    "longrope": LONGROPE | {f"{name}_factor": factors for name, factors in LONGROPE_FACTORS.items()},
+}
+# Single, sharded, sharded without an index; tied and untied: each combination several times over the families.
+STORED = [(size, index, tied) for size, index in ((None, True), ("60KB", True), ("60KB", False)) for tied in (0, 1)]
+COMBINED = {
+    f"{family}-{rope}": (family, rope, *STORED[(i + j) % len(STORED)])
+    for i, family in enumerate(EVERYTHING_ON)
+    for j, rope in enumerate(ROPE_TYPES)
+}
+
+
+@pytest.mark.parametrize(("family", "rope", "shard", "has_index", "tied"), COMBINED.values(), ids=COMBINED)
+def test_H01_H05_every_option_at_once(make_source, convert_naive, token_ids, family, rope, shard, has_index, tied):
+    options = EVERYTHING_ON[family] | {"rope_parameters": ROPE_TYPES[rope], "tie_word_embeddings": bool(tied)}
+    # Half the text is past the length where `dynamic` and `longrope` change.
+    options |= {"max_position_embeddings": 48} if rope == "dynamic" else {}
+    source, model = make_source(family, max_shard_size=shard or "1GB", **options)
+    shards = sorted(source.glob("model-*.safetensors"))
+    assert bool(shards) == bool(shard)
+    if not has_index:
+        (source / "model.safetensors.index.json").unlink()
+    out = convert_naive(source)
+    scale = model(token_ids).logits.abs().max().item()
+    assert dense_difference(model, out, token_ids) < 1e-5 * max(1.0, scale)
+    assert weight_faults(source, out) == []
+
+
+def test_every_rope_type_of_the_library_is_known_or_refused(make_source, convert_naive, token_ids):
+    """A type that a later version adds must not pass untested."""
+    assert set(ROPE_INIT_FUNCTIONS) - set(ROPE_TYPES) == {"proportional"}
+    rope = {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
+    source, _ = make_source(rope_parameters=rope)
+    with pytest.raises(NotImplementedError, match="partial_rotary_factor"):
+        convert_naive(source)
 
 
 @pytest.mark.parametrize(
