@@ -215,6 +215,19 @@ print(json.dumps([type(model).__module__.split(".")[0], tokens.tolist(), "triton
         tokens = model.generate(IDS[:, :9], max_new_tokens=5, do_sample=False, pad_token_id=0)
         assert found == ["hysparse_hf", tokens.tolist(), False]
 
+    def test_the_kernels_asked_for_by_name_say_what_to_install_D03(self, tmp_path):
+        body = """
+from hysparse_hf.modeling.attention_hysparse import sliding_window_attention
+states = [torch.zeros(1, 1, 3, 16)] * 3
+sliding_window_attention(*states, window=2)
+try:
+    sliding_window_attention(*states, window=2, backend="triton")
+except ImportError as error:
+    print(json.dumps(str(error)))
+"""
+        message = run_isolated(body, tmp_path, blocked=["triton"])
+        assert message.startswith("The Triton kernels need triton 3.6 or newer (`pip install")
+
     def test_the_metadata_asks_for_it_on_linux_alone_with_a_lowest_version_D03_D07(self):
         wanted = [Requirement(line) for line in importlib.metadata.requires("hysparse_hf")]
         (triton,) = [requirement for requirement in wanted if requirement.name == "triton"]
