@@ -48,6 +48,15 @@ TENSOR_PARALLEL_PLAN = {
     "layers.*.mlp.down_proj": "rowwise",
 }
 
+# Of both models of the paper, after training on long texts.
+_LONG_CONTEXT = {
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 640000.0},
+    "oracle_block_size": 64,
+    "oracle_budget": 1024,
+    "sliding_window": 128,
+}
+
 
 def regular_layer_plan(num_layers: int, sparse_layers_per_full: int) -> list[str]:
     """One full layer, then `sparse_layers_per_full` sparse ones, repeated; the last layer is full.
@@ -190,6 +199,61 @@ class HySparseConfig(PreTrainedConfig):
         if self.num_experts and self.moe_intermediate_size is None:
             self.moe_intermediate_size = self.intermediate_size
         self.check()
+
+    @classmethod
+    def paper_7b(cls, **changes: Any) -> "HySparseConfig":
+        """The paper's dense model of 7 billion parameters: 36 layers, 1:3.
+
+        Stated there: layers, hidden size, heads, ratio, block, budget, window, rotary base. Not stated, and chosen so
+        that the total is 7.06 billion: the vocabulary, `intermediate_size` and the gates' width. The length is ours.
+
+        Args:
+            changes: fields that shall differ.
+        Source: HySparse (arXiv:2602.03560), its two models.
+        """
+        fields = {
+            "vocab_size": 128000,
+            "hidden_size": 4096,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "sparse_layers_per_full": 3,
+            **_LONG_CONTEXT,
+        }
+        return cls(**fields | changes)
+
+    @classmethod
+    def paper_80b_a3b(cls, **changes: Any) -> "HySparseConfig":
+        """The paper's mixture of experts of 80 billion parameters, 3 billion of them active: 49 layers, 1:11.
+
+        Stated there: layers, hidden size, heads, experts, ratio, block, budget, window, rotary base. Not stated, and
+        chosen so that the total is 79.7 billion, of which a token uses 3.05 billion beside the embeddings: the
+        vocabulary, the experts' width, no shared expert, no experts in the first layer, and one gate per head (a gate
+        per channel would add 1.5 billion to those in use). The length is ours.
+
+        Args:
+            changes: fields that shall differ.
+        Source: HySparse (arXiv:2602.03560), its two models.
+        """
+        fields = {
+            "vocab_size": 128000,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 49,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 512,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "mlp_only_layers": [0],
+            "gate_granularity": "headwise",
+            "sparse_layers_per_full": 11,
+            **_LONG_CONTEXT,
+        }
+        return cls(**fields | changes)
 
     def check(self) -> None:
         """Raise `ValueError` when fields contradict each other. Models call it again: fields may be set later."""
