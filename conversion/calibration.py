@@ -1,12 +1,14 @@
 """Text for the fit: windows of token ids from files, or sampled from the source itself."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from .source import FolderSource, GgufSource
@@ -16,7 +18,7 @@ logger = logging.get_logger(__name__)
 
 # Characters read per token wanted; dense text and code stay well below.
 CHARACTERS_PER_TOKEN = 12
-SAMPLED_WINDOWS, SAMPLED_LENGTH = 8, 512
+SAMPLED_LENGTH = 512
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def calibration_for(
     Args:
         source (`FolderSource` or `GgufSource`): gives the tokenizer, or the text where there is none.
         calibrate: text files; or token ids `(windows, length)`; `None` samples from the source.
-        tokens (`int`): tokens wanted from files, in all.
+        tokens (`int`): tokens wanted, in all; files share them evenly.
         length (`int`): tokens per window, at most the source's `max_position_embeddings`.
         window (`int`): the sliding window; positions inside the first one say nothing about sinks.
     Raises:
@@ -63,7 +65,7 @@ def calibration_for(
         sampled = min(max(SAMPLED_LENGTH, 2 * window), limit)
         # Sampling takes minutes; a window that no text of this length can fit is known before.
         _check_length(sampled, window)
-        return _sampled(source, sampled)
+        return _sampled(source, math.ceil(tokens / sampled), sampled)
     if isinstance(calibrate, torch.Tensor):
         result = _from_tokens(calibrate, config.vocab_size)
     else:
@@ -104,11 +106,12 @@ def _from_files(source: FolderSource | GgufSource, files: list[Path], tokens: in
             f"`calibrate` needs a tokenizer to read text files, and {source.name} has none; add its tokenizer files, "
             "or pass token ids from Python."
         )
-    per_file = max(1, round(tokens / length / len(files)))
+    wanted = math.ceil(tokens / length)
     windows: list[torch.Tensor] = []
-    for file, text in zip(files, texts, strict=True):
+    for number, (file, text) in enumerate(zip(files, texts, strict=True)):
         before = len(windows)
-        for piece in _spread(text, per_file, length * CHARACTERS_PER_TOKEN):
+        count = max(1, wanted // len(files) + (number < wanted % len(files)))
+        for piece in _spread(text, count, length * CHARACTERS_PER_TOKEN):
             ids = tokenizer(piece, add_special_tokens=False, return_tensors="pt").input_ids[0, :length]
             windows += [ids] if len(ids) == length or len(windows) == before else []
         if len(windows) == before:
@@ -129,22 +132,37 @@ def _spread(text: str, count: int, characters: int) -> list[str]:
     return [piece for piece in pieces if piece]
 
 
+class _Progress(BaseStreamer):
+    """A progress bar that `generate` moves."""
+
+    def __init__(self, steps: int):
+        self.bar = logging.tqdm(total=steps, desc="sampling text", unit="token")
+
+    def put(self, value: torch.Tensor) -> None:
+        # The prompt comes first, then one token of each row at a time.
+        self.bar.update(1 if value.dim() == 1 else 0)
+
+    def end(self) -> None:
+        self.bar.close()
+
+
 @torch.no_grad()
-def _sampled(source: FolderSource | GgufSource, length: int) -> Calibration:
+def _sampled(source: FolderSource | GgufSource, rows: int, length: int) -> Calibration:
     logger.warning(
-        "No calibration text was given: the sinks are fitted on text that the source samples from itself. Text of "
+        "No calibration text was given: the conversion is fitted on text that the source samples from itself. Text of "
         "the kind that the model will read fits better; pass it with --calibrate FILE."
     )
     model: Any = source.load_model(None)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     bos, generator = model.config.bos_token_id, torch.Generator().manual_seed(0)
-    start = torch.randint(model.config.vocab_size, (SAMPLED_WINDOWS, 1), generator=generator)
+    start = torch.randint(model.config.vocab_size, (rows, 1), generator=generator)
     if bos is not None:
         start = torch.full_like(start, bos)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         ids = model.generate(
             start.to(model.device),
-            attention_mask=torch.ones_like(start),
+            attention_mask=torch.ones_like(start, device=model.device),
             do_sample=True,
             temperature=1.0,
             top_k=0,
@@ -152,5 +170,6 @@ def _sampled(source: FolderSource | GgufSource, length: int) -> Calibration:
             min_new_tokens=length - 1,
             max_new_tokens=length - 1,
             pad_token_id=model.config.pad_token_id or 0,
+            streamer=_Progress(length - 1),
         )
     return Calibration.of(list(ids.cpu()), "sampled from the source")

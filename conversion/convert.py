@@ -1,7 +1,8 @@
 """Convert a dense checkpoint into a HySparse checkpoint: an exact map of its tensors, then fitted initial values.
 
-Every layer keeps the source's own weights. Sparse layers get gates, constant at the start (`gates`), and sinks, fitted
-in closed form (see `fit`). The output folder appears at once, complete with tokenizer, code and `provenance.json`.
+Every tensor of the source has its place, and the map is exact. Then, on calibration text, it is measured which layers
+can be sparse (`damage`), and their sinks, gates and output projections are fitted (`fit`). The output folder appears
+at once, complete with tokenizer, code and `provenance.json`.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from .calibration import calibration_for
-from .job import DTYPES, INITS, Job, Options
+from .job import DTYPES, GRANULARITIES, INITS, Job, Options
 from .output import MAX_SHARD_BYTES, appearing_folder, check_target
 from .source import open_source
 
@@ -23,14 +24,16 @@ def convert(
     *,
     ratio: str = "1:3",
     plan: str | Sequence[int] | None = None,
+    max_sparse_run: int | None = None,
+    keep_kv: bool = False,
     budget: int = 1024,
     block_size: int = 64,
     window: int = 128,
     gates: tuple[float, float] = (0.05, 0.95),
-    gate_granularity: Literal["elementwise", "headwise"] = "elementwise",
+    gate_granularity: Literal["elementwise", "headwise", "none"] = "elementwise",
     init: str = "fitted",
     calibrate: Sequence[str | Path] | str | Path | torch.Tensor | None = None,
-    calibration_tokens: int = 4096,
+    calibration_tokens: int | None = None,
     calibration_length: int = 2048,
     dtype: str | torch.dtype | None = None,
     dry_run: bool = False,
@@ -41,17 +44,26 @@ def convert(
     Args:
         source (`str` or `Path`): a checkpoint folder of a family in `families.FAMILIES`, or a `.gguf` file.
         out (`str` or `Path`): a new or empty folder.
-        ratio (`str`): `1:N`, one full layer to N sparse ones, for the regular plan.
-        plan (`str` or `Sequence[int]`, *optional*): the full layers, or `"regular"`, the default.
+        ratio (`str`): `1:N`, one full layer to N sparse ones, as many full layers as the regular plan has.
+        plan (`str` or `Sequence[int]`, *optional*): the full layers, `"regular"`, or `"auto"`: those whose attention
+            is missed most, measured on the calibration text. Default: auto, and regular with `init="naive"`.
+        max_sparse_run (`int`, *optional*): sparse layers in a row that auto may choose, at most; default N + 2.
+        keep_kv (`bool`): the mode that needs no training: each sparse layer keeps its own keys and values in full
+            length and reads the blocks that its full layer selected; no window, gates or sinks, nothing is fitted.
+            It saves time and no memory.
         budget (`int`): tokens that a sparse layer's global branch reads; a multiple of `block_size`.
         block_size (`int`): tokens per block.
         window (`int`): tokens of the local branch.
-        gates (`tuple[float, float]`): how far the global and the local gate are open at the start, between 0 and 1.
-        gate_granularity (`str`): `"elementwise"` or `"headwise"`.
-        init (`str`): `"fitted"` fits the sinks on calibration text; `"naive"` leaves them 0.
-        calibrate (*optional*): text files for the fit, or token ids `(windows, length)`. Without it the source
-            samples its own text, for which all of it is loaded.
-        calibration_tokens (`int`), calibration_length (`int`): tokens read from files, in all and per window.
+        gates (`tuple[float, float]`): how far the global and the local gate are open at a naive start, between 0
+            and 1.
+        gate_granularity (`str`): `"elementwise"`, `"headwise"` or `"none"`.
+        init (`str`): `"fitted"` fits sinks, gates and output projections; `"naive"` has sinks of 0, constant gates
+            and the source's output projections.
+        calibrate (*optional*): text files to measure and fit on, or token ids `(windows, length)`. Without it the
+            source samples its own text, for which all of it is loaded.
+        calibration_tokens (`int`, *optional*): tokens of calibration text in all; default 8,192, or ten times the
+            hidden size where that is more. With less than ten times the hidden size output projections stay.
+        calibration_length (`int`): tokens per window of a file.
         dtype (`str` or `torch.dtype`, *optional*): of the output; default: each tensor keeps its own.
         dry_run (`bool`): print the map and write nothing.
         max_shard_bytes (`int`): larger checkpoints are written in shards.
@@ -75,6 +87,8 @@ def convert(
         budget=budget,
         block_size=block_size,
         window=window,
+        max_sparse_run=max_sparse_run,
+        keep_kv=keep_kv,
         gates=gates,
         gate_granularity=gate_granularity,
         init=init,
@@ -85,10 +99,9 @@ def convert(
     if dry_run:
         print(job.table())
         return job.provenance()
-    if init == "fitted" and job.fits_something:
-        job.fit(
-            calibration_for(job.source, calibrate, tokens=calibration_tokens, length=calibration_length, window=window)
-        )
+    if job.measures_plan or job.fits_something:
+        tokens = job.tokens_needed if calibration_tokens is None else calibration_tokens
+        job.calibrate(calibration_for(job.source, calibrate, tokens=tokens, length=calibration_length, window=window))
     with appearing_folder(out) as folder:
         return job.write(folder, max_shard_bytes)
 
@@ -98,7 +111,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="checkpoint folder (Llama, Mistral, Qwen2, Qwen3), or a .gguf file")
     parser.add_argument("out", help="new or empty folder")
     parser.add_argument("--ratio", default="1:3", help="1:N, N sparse layers to a full one (default: %(default)s)")
-    parser.add_argument("--plan", default="regular", help="full layers such as 0,3,8, or regular (the default)")
+    parser.add_argument(
+        "--plan", help="full layers such as 0,3,8, regular, or auto: measured (the default; regular with --init naive)"
+    )
+    parser.add_argument(
+        "--max-sparse-run", type=int, metavar="LAYERS", help="sparse layers in a row in an auto plan (default: N + 2)"
+    )
+    parser.add_argument(
+        "--keep-kv",
+        action="store_true",
+        help="sparse layers keep their own keys and values and only read the selected blocks; needs no training",
+    )
     parser.add_argument(
         "--budget", type=int, default=1024, metavar="TOKENS", help="read by the global branch (default: %(default)s)"
     )
@@ -114,17 +137,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         default=(0.05, 0.95),
         metavar=("GLOBAL", "LOCAL"),
-        help="how far the gates are open at the start (default: 0.05 0.95)",
+        help="how far the gates are open at a naive start (default: 0.05 0.95)",
     )
     parser.add_argument(
-        "--gate-granularity", default="elementwise", choices=("elementwise", "headwise"), help="default: %(default)s"
-    )
-    parser.add_argument("--init", default="fitted", choices=INITS, help="sinks: fitted (the default), or naive, all 0")
-    parser.add_argument(
-        "--calibrate", nargs="+", metavar="FILE", help="text to fit on; without it the source samples its own"
+        "--gate-granularity", default="elementwise", choices=GRANULARITIES, help="default: %(default)s"
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, default=4096, metavar="N", help="in all (default: %(default)s)"
+        "--init",
+        default="fitted",
+        choices=INITS,
+        help="sinks, gates and output projections fitted (the default), or naive: sinks 0, gates constant",
+    )
+    parser.add_argument(
+        "--calibrate", nargs="+", metavar="FILE", help="text to measure and fit on; without it the source writes it"
+    )
+    parser.add_argument(
+        "--calibration-tokens",
+        type=int,
+        metavar="N",
+        help="in all (default: 8192, or ten times the hidden size where that is more)",
     )
     parser.add_argument(
         "--calibration-length", type=int, default=2048, metavar="N", help="per window (default: %(default)s)"
@@ -140,6 +171,8 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         ratio=args.ratio,
         plan=args.plan,
+        max_sparse_run=args.max_sparse_run,
+        keep_kv=args.keep_kv,
         budget=args.budget,
         block_size=args.block_size,
         window=args.window,
@@ -154,6 +187,9 @@ def run(args: argparse.Namespace) -> int:
     )
     full = [index for index, kind in enumerate(record["plan"]) if kind == "full"]
     if not args.dry_run:
-        checked = record["verification"]["tensors_equal"]
-        print(f"{args.out}: full layers {full}; {checked} tensors equal the source's, bit for bit or as cast.")
+        checked, fitted = (record["verification"][name] for name in ("tensors_equal", "tensors_fitted"))
+        print(
+            f"{args.out}: full layers {full}; {checked} tensors equal the source's, bit for bit or as cast; "
+            f"{fitted} were fitted."
+        )
     return 0

@@ -1,28 +1,19 @@
-"""Closed-form initial values from one streaming pass of the dense teacher over calibration text.
+"""Initial values of the sparse layers, from one streaming pass of teacher and student over calibration text.
 
-A plain window throws away the mass that dense attention puts outside it, most of all on the first tokens, and its
-output is then about twice too large. The sink of the local branch takes that mass back: per head, with the dense
-output Y, the window's output o and its log-sum-exp z, all without a sink,
+Layer by layer the dense teacher says what each attention should give, and the student, whose sparse layers have their
+values already, what it gets to work with. Per sparse layer, in this order:
 
-    sink = argmin over b of  sum over t >= window of  |Y_t - sigmoid(z_t - b) o_t|^2
-
-On SmolLM2-135M-Instruct (regular plan, window 128, 8,192 tokens of two manuals) this takes the relative error of the
-window branch's heads from 0.94 to 0.37, the mean of 21 layers; the window then keeps 51 % of the mass.
-
-The sink of the global branch has no such target: the selected keys belong to another layer, and the best that its
-output can do for this one at the start is nearly nothing. A fit would close the branch, which has to learn from there.
-So it is set where it takes a tenth of the mass at the median position: the branch is open, the sink has a gradient.
-With the gate at 0.05 the choice hardly shows at the start: a sink of 0 gives KL 0.725 and 0.434 on two texts, this
-one 0.722 and 0.432 (2,048 tokens, budget 512).
+1. sinks (`sinks`);
+2. the output projection is doubled, so that a gate of one half passes a branch as it is: there a sigmoid is live and
+   can move both ways;
+3. gates, first constant, then reading the layer's input (`gates`);
+4. the output projection once more, drawn towards what it was (`output_refit`), where there is text enough.
 """
 
-import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
 from hysparse_hf.modeling.attention_hysparse import (
@@ -31,194 +22,234 @@ from hysparse_hf.modeling.attention_hysparse import (
     sliding_window_attention,
 )
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
-from hysparse_hf.modeling.decoder_hysparse import HySparseDecoderLayer
-from hysparse_hf.modeling.layers_hysparse import HySparseRotaryEmbedding, Rotation, rotate
+
+from .gates import constant_gates, fit_gates, gate_values
+from .layer_stream import AttentionInputs, LayerStream, ReadTarget, by_token
+from .output_refit import ridge_towards
+from .sinks import HeadSums, fit_local_sink, sink_for_share
 
 
-GRID_POINTS, GRID_BELOW, GRID_ABOVE = 73, -8.0, 10.0
-GLOBAL_SINK_SHARE = 0.1
-# Of each window the last positions, which see the most, stand for all.
-GLOBAL_SINK_POSITIONS = 256
+HEADROOM = 2.0
+# A gate that starts closed gets no gradient, and the global branch has everything to learn.
+LOWEST_GATES, HIGHEST_GATE = (0.05, 0.02), 0.98
 
-ReadTarget = Callable[[str], torch.Tensor]
+
+# Key, value and block indices of a full layer, for one window.
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class SinkFit:
-    """Sinks `(heads,)` of one sparse layer and what they do.
+class Evidence:
+    """What a sparse layer is fitted on; positions of all windows joined.
 
-    `local_share` is the mean mass that the window keeps; the errors are those of the window branch's heads against
-    the dense ones, relative, without a sink and with it.
+    Args:
+        inputs (`torch.Tensor`): `(positions, hidden)`, the layer's normalised input.
+        outputs (`torch.Tensor`): `(positions, 2, heads, head_dim)`, of the global and the local branch, without sinks.
+        lse (`torch.Tensor`): `(positions, 2, heads)`, of the branches.
+        target (`torch.Tensor`): `(positions, hidden)`, what the output projection should give, without its bias.
     """
 
-    sink_local: torch.Tensor
-    sink_global: torch.Tensor
-    local_share: float
-    error_without: float
-    error_with: float
-
-    def summary(self) -> dict[str, float]:
-        """The figures, rounded for a record."""
-        return {name: round(getattr(self, name), 4) for name in ("local_share", "error_without", "error_with")}
-
-
-@dataclass
-class HeadSums:
-    """What the fit needs of each position: `<Y, o>`, `|o|^2`, `|Y|^2` and z, each `(heads, positions)`."""
-
-    dot: torch.Tensor
-    square: torch.Tensor
-    target: torch.Tensor
+    inputs: torch.Tensor
+    outputs: torch.Tensor
     lse: torch.Tensor
+    target: torch.Tensor
 
     @staticmethod
-    def of(dense: torch.Tensor, local: torch.Tensor, lse: torch.Tensor, skip: int) -> "HeadSums":
-        """From `(1, heads, length, head_dim)` outputs, leaving out the first `skip` positions."""
-        dense, local = dense[0, :, skip:].float(), local[0, :, skip:].float()
-        return HeadSums((dense * local).sum(-1), local.square().sum(-1), dense.square().sum(-1), lse[0, :, skip:])
-
-    @staticmethod
-    def join(parts: "list[HeadSums]") -> "HeadSums":
+    def join(parts: "list[Evidence]") -> "Evidence":
         """All positions of several windows."""
-        names = ("dot", "square", "target", "lse")
-        return HeadSums(*(torch.cat([getattr(part, name) for part in parts], dim=1) for name in names))
+        names = [field.name for field in fields(Evidence)]
+        return Evidence(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
-def fit_local_sink(sums: HeadSums) -> tuple[torch.Tensor, float, float, float]:
-    """The best sink per head on a grid around the median log-sum-exp.
+@dataclass(frozen=True)
+class SparseValues:
+    """Values of one sparse layer.
 
-    Returns:
-        `(sink, share, error_without, error_with)`: sink `(heads,)`; the mean share of mass that the window keeps;
-        relative errors of the outputs, without and with the sink.
+    Args:
+        sinks (`torch.Tensor`): `(2, heads)`, of the global and the local branch.
+        weight (`torch.Tensor`): the output projection, `(hidden, heads * head_dim)`.
+        logits (`torch.Tensor`, *optional*): of the gates, `(2, heads, hidden + 1)`, the last column being the bias;
+            None for a layer without gates.
     """
-    grid = sums.lse.median(dim=1).values[:, None] + torch.linspace(
-        GRID_BELOW, GRID_ABOVE, GRID_POINTS, device=sums.lse.device
-    )
-    errors = torch.stack(
-        [
-            (share.square() * sums.square - 2 * share * sums.dot).sum(1)
-            for share in (torch.sigmoid(sums.lse - sink[:, None]) for sink in grid.T)
-        ],
-        dim=1,
-    )
-    lowest, index = errors.min(dim=1)
-    sink = grid.gather(1, index[:, None])[:, 0]
-    total = sums.target.sum()
-    without = (sums.square - 2 * sums.dot).sum()
-    share = torch.sigmoid(sums.lse - sink[:, None]).mean().item()
-    return sink, share, _relative(total + without, total), _relative(total + lowest.sum(), total)
+
+    sinks: torch.Tensor
+    weight: torch.Tensor
+    logits: torch.Tensor | None = None
+
+    def branches(self, evidence: Evidence) -> torch.Tensor:
+        """The branches with their sinks, `(positions, 2, heads, head_dim)`."""
+        return evidence.outputs * torch.sigmoid(evidence.lse - self.sinks)[..., None]
+
+    def gated(self, evidence: Evidence) -> torch.Tensor:
+        """What the output projection reads, `(positions, heads * head_dim)`."""
+        outputs = self.branches(evidence)
+        if self.logits is not None:
+            outputs = outputs * gate_values(evidence.inputs, self.logits)[..., None]
+        return outputs.sum(1).flatten(1)
+
+    def error(self, evidence: Evidence) -> float:
+        """The error of the layer's attention, relative to the target."""
+        difference = self.gated(evidence) @ self.weight.T - evidence.target
+        return (difference.norm() / evidence.target.norm()).item()
 
 
-def _relative(error: torch.Tensor, total: torch.Tensor) -> float:
-    return math.sqrt(max(0.0, (error / total).item()))
+@dataclass(frozen=True)
+class LayerFit:
+    """What a sparse layer starts with, and the figures that a record says of it."""
+
+    values: SparseValues
+    figures: dict[str, float]
 
 
-def sink_for_share(lse: torch.Tensor, share: float = GLOBAL_SINK_SHARE) -> torch.Tensor:
-    """The sink per head that takes `share` of the mass at the median position of `lse` `(heads, positions)`."""
-    return lse.median(dim=1).values + math.log(share / (1 - share))
+def fit_layer(evidence: Evidence, sums: HeadSums, weight: torch.Tensor, *, gated: bool, refit: bool) -> LayerFit:
+    """Fit sinks, gates and, where asked for, the output projection of one layer.
+
+    Args:
+        evidence (`Evidence`): what the branches give and what they should.
+        sums (`HeadSums`): of the window against the dense heads.
+        weight (`torch.Tensor`): the source's output projection, `(hidden, heads * head_dim)`.
+        gated (`bool`): whether the layer has gates.
+        refit (`bool`): whether there is text enough for the output projection.
+    """
+    sink_local, share, without, with_sink = fit_local_sink(sums)
+    figures = {"local_share": share, "error_without": without, "error_with": with_sink}
+    sinks = torch.stack([sink_for_share(evidence.lse[:, 0].T), sink_local])
+    if gated:
+        values = _fit_gates(evidence, SparseValues(sinks, HEADROOM * weight), figures)
+    else:
+        values = _fit_shares(evidence, SparseValues(sinks, weight), figures)
+    if refit:
+        refitted = ridge_towards(values.gated(evidence), evidence.target, values.weight)
+        values = replace(values, weight=refitted)
+        figures["error_refit"] = values.error(evidence)
+    return LayerFit(values, {name: round(figure, 4) for name, figure in figures.items()})
 
 
-class TeacherPass:
-    """The dense teacher over all windows, one layer at a time; only one layer's weights are in memory.
+def _fit_gates(evidence: Evidence, values: SparseValues, figures: dict[str, float]) -> SparseValues:
+    """Constant gates first, then gates that read the layer's input."""
+    branches, sinks = values.branches(evidence), values.sinks
+    lower = torch.tensor(LOWEST_GATES, device=sinks.device)[:, None].expand_as(sinks)
+    upper = torch.full_like(sinks, HIGHEST_GATE)
+    logits = sinks.new_zeros(*sinks.shape, evidence.inputs.shape[1] + 1)
+    logits[..., -1] = torch.logit(constant_gates(branches, values.weight, evidence.target, lower, upper)).to(sinks)
+    values = replace(values, logits=logits)
+    figures["error_constant"] = values.error(evidence)
+    logits = fit_gates(evidence.inputs, branches, values.weight, evidence.target, logits)
+    values = replace(values, logits=logits)
+    figures["error_gates"] = values.error(evidence)
+    return values
+
+
+def _fit_shares(evidence: Evidence, values: SparseValues, figures: dict[str, float]) -> SparseValues:
+    """Without gates the window passes as it is, and the global branch's sink does what a constant gate would."""
+    sinks = values.sinks
+    bare = replace(values, sinks=torch.stack([torch.full_like(sinks[0], -math.inf), sinks[1]]))
+    lower, upper = torch.ones_like(sinks), torch.ones_like(sinks)
+    lower[0], upper[0] = LOWEST_GATES[0], HIGHEST_GATE
+    shares = constant_gates(bare.branches(evidence), values.weight, evidence.target, lower, upper)[0].to(sinks)
+    median = evidence.lse[:, 0].median(dim=0).values
+    values = replace(values, sinks=torch.stack([median - torch.logit(shares), sinks[1]]))
+    figures["error_constant"] = values.error(evidence)
+    return values
+
+
+class FittingPass:
+    """The dense teacher over all windows, one layer at a time; each sparse layer is fitted where it stands.
+
+    Fitting on the student's own activations instead, whose errors grow from layer to layer, came out no better on
+    SmolLM2-135M-Instruct (KL on three texts .290 .158 .160 against .286 .153 .150), and worse where the target made
+    up for those errors (.330 .189 .180).
 
     Args:
         config (`HySparseConfig`): of the converted model; its plan says which layers are fitted.
-        read (`ReadTarget`): target key -> tensor, of the mapped weights.
+        read (`ReadTarget`): gives the mapped weights.
         windows (`tuple[torch.Tensor, ...]`): token ids, each `(length,)`.
+        refit (`bool`): whether output projections are fitted.
     """
 
-    def __init__(self, config: HySparseConfig, read: ReadTarget, windows: tuple[torch.Tensor, ...]):
-        self.config, self.read = config, read
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.dense = copy.deepcopy(config)
-        self.dense.layer_plan = ["full"] * config.num_hidden_layers
-        self.dense.dense = True
-        embedding = read("model.embed_tokens.weight")
-        self.states = [embedding[ids][None].to(self.device, torch.float32) for ids in windows]
-        self.rotary = HySparseRotaryEmbedding(self.dense, "full").to(self.device)
-        self.given: list[tuple[torch.Tensor, ...]] = []
+    def __init__(self, config: HySparseConfig, read: ReadTarget, windows: tuple[torch.Tensor, ...], *, refit: bool):
+        self.config, self.refit = config, refit
+        self.stream = LayerStream(config, read)
+        self.states = self.stream.embed(windows)
+        # Per window what the last full layer gives to the sparse ones after it: key, value, block indices.
+        self.given: list[Given] = []
 
     @torch.no_grad()
-    def run(self) -> dict[int, SinkFit]:
+    def run(self) -> dict[int, LayerFit]:
         """Layer index -> fit, for every sparse layer."""
         fits = {}
-        progress = logging.tqdm(range(self.config.num_hidden_layers), desc="fitting sinks", unit="layer")
-        for index in progress:
-            layer = self._layer(index)
-            # The windows of a full layer replace what the one before it gave.
-            given, self.given = self.given, [] if self.config.layer_plan[index] == "full" else self.given
-            parts = [self._advance(layer, index, number, given) for number in range(len(self.states))]
-            sums = [part for part in parts if part is not None]
-            if sums:
-                local = HeadSums.join([local for local, _ in sums])
-                sink, *figures = fit_local_sink(local)
-                fits[index] = SinkFit(sink, sink_for_share(torch.cat([lse for _, lse in sums], dim=1)), *figures)
+        for index in logging.tqdm(range(self.config.num_hidden_layers), desc="fitting layers", unit="layer"):
+            layer = self.stream.layer(index)
+            inputs = [self.stream.attention_inputs(layer, hidden) for hidden in self.states]
+            if self.config.layer_plan[index] == "full":
+                self.given = [self._given(part) for part in inputs]
+            else:
+                fits[index] = self._fit(layer.self_attn.o_proj.weight, inputs)
+            for number, part in enumerate(inputs):
+                attended = layer.self_attn.o_proj(part.dense().flatten(1))
+                self.states[number] = self.stream.after_attention(layer, self.states[number], attended)
         return fits
 
-    def _layer(self, index: int) -> HySparseDecoderLayer:
-        with torch.device("meta"):
-            layer = HySparseDecoderLayer(self.dense, index)
-        names = list(layer.state_dict())
-        state = {name: self.read(f"model.layers.{index}.{name}").to(self.device, torch.float32) for name in names}
-        layer.load_state_dict(state, assign=True)
-        return layer
+    def _given(self, inputs: AttentionInputs) -> Given:
+        indices = full_attention_with_oracle(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            block_size=self.config.oracle_block_size,
+            n_selected=self.config.oracle_budget // self.config.oracle_block_size,
+            block_reduction=self.config.oracle_block_reduction,
+            head_reduction=self.config.oracle_head_reduction,
+            forced_first_blocks=self.config.oracle_forced_first_blocks,
+            forced_local_blocks=self.config.oracle_forced_local_blocks,
+        )[2]
+        assert indices is not None
+        return inputs.key, inputs.value, indices
 
-    def _advance(self, layer: HySparseDecoderLayer, index: int, number: int, given: list[tuple[torch.Tensor, ...]]):
-        """Take one window through one layer; what the layer's sinks need of it, if the layer is sparse."""
-        config, hidden = self.config, self.states[number]
-        positions = torch.arange(hidden.shape[1], device=self.device)[None]
-        query, key, value = _projected(layer, layer.input_layernorm(hidden), self.rotary(hidden, positions))
-        dense = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        size, last = config.oracle_block_size, query[:, :, -GLOBAL_SINK_POSITIONS:]
-        sums = None
-        if config.layer_plan[index] == "full":
-            indices = full_attention_with_oracle(
-                last, key, value, block_size=size, n_selected=config.oracle_budget // size, **_choices(config)
-            )[2]
-            assert indices is not None
-            self.given.append((key, value, indices))
-        else:
-            local, lse = sliding_window_attention(query, key, value, window=config.sliding_window, return_lse=True)
-            _, lse_global = block_sparse_attention(last, *given[number], block_size=size, return_lse=True)
-            sums = HeadSums.of(dense, local, lse, config.sliding_window), lse_global[0]
-        hidden = hidden + layer.self_attn.o_proj(dense.transpose(1, 2).flatten(-2))
-        self.states[number] = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return sums
-
-
-def _projected(layer: HySparseDecoderLayer, states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
-    attention = layer.self_attn
-    query, key, value = (
-        projection(states).unflatten(-1, (-1, attention.head_dim))
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
-    if attention.config.use_qk_norm:
-        query, key = attention.q_norm(query), attention.k_norm(key)
-    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    return rotate(query, rotation), rotate(key, rotation), value
+    def _fit(self, weight: torch.Tensor, inputs: list[AttentionInputs]) -> LayerFit:
+        parts, sums = [], []
+        for part, given in zip(inputs, self.given, strict=True):
+            dense = part.dense()
+            local, lse_local = sliding_window_attention(
+                part.query, part.key, part.value, window=self.config.sliding_window, return_lse=True
+            )
+            shared, lse_shared = block_sparse_attention(
+                part.query, *given, block_size=self.config.oracle_block_size, return_lse=True
+            )
+            outputs = torch.stack([by_token(shared), by_token(local)], dim=1)
+            lse = torch.stack([lse_shared[0].T, lse_local[0].T], dim=1)
+            parts.append(Evidence(part.states[0], outputs, lse, dense.flatten(1) @ weight.T))
+            sums.append(HeadSums.of(dense, by_token(local), lse_local[0], skip=self.config.sliding_window))
+        gated = self.config.gate_granularity != "none"
+        return fit_layer(Evidence.join(parts), HeadSums.join(sums), weight, gated=gated, refit=self.refit)
 
 
-def _choices(config: HySparseConfig) -> dict:
-    return {
-        "block_reduction": config.oracle_block_reduction,
-        "head_reduction": config.oracle_head_reduction,
-        "forced_first_blocks": config.oracle_forced_first_blocks,
-        "forced_local_blocks": config.oracle_forced_local_blocks,
-    }
+def fitted_tensor(name: str, values: SparseValues, config: HySparseConfig) -> torch.Tensor | None:
+    """A fitted parameter by its name inside the layer; None where the fit gives none.
+
+    Gates are fitted per head; an element-wise gate repeats its head's row for each of the head's channels.
+    """
+    if name == "self_attn.o_proj.weight":
+        return values.weight
+    branch = next((i for i, branch in enumerate(("global", "local")) if f"_{branch}" in name), None)
+    if branch is None:
+        return None
+    if "sink" in name:
+        return values.sinks[branch]
+    assert values.logits is not None
+    repeats = config.v_head_dim if config.gate_granularity == "elementwise" else 1
+    rows = values.logits[branch].repeat_interleave(repeats, dim=0)
+    return rows[:, -1] if name.endswith("bias") else rows[:, :-1]
 
 
-def initial_value(name: str, shape: tuple[int, ...], gates: tuple[float, float], fit: SinkFit | None) -> torch.Tensor:
-    """A new parameter's initial value, float32.
+def naive_value(name: str, shape: tuple[int, ...], gates: tuple[float, float]) -> torch.Tensor:
+    """A new parameter's value without a fit, float32: gates constant, sinks 0.
 
     Args:
         name (`str`): of the value, as in `key_map.NEW_PARAMETERS`.
         shape (`tuple[int, ...]`): of the parameter.
         gates (`tuple[float, float]`): opening of the global and of the local gate, between 0 and 1.
-        fit (`SinkFit`, *optional*): of the parameter's layer; without it sinks are 0.
     """
     if name in ("gate_global", "gate_local"):
         opening = gates[0] if name == "gate_global" else gates[1]
         return torch.full(shape, math.log(opening / (1 - opening)))
-    if name in ("sink_global", "sink_local") and fit is not None:
-        return getattr(fit, name).float().cpu()
     return torch.zeros(shape)

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,17 +18,30 @@ from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 from hysparse_hf.modeling.modeling_hysparse import AUTO_MAP, HySparseForCausalLM
 
 from .calibration import Calibration
+from .damage import Damage, DamagePass
 from .families import check_supported, dropped_fields, family_of, hysparse_fields
-from .fit import SinkFit, TeacherPass, initial_value
-from .key_map import MAP_VERSION, OPERATIONS, TIED_TARGETS, target_shapes
+from .faults import Source, checkpoint_map, compare_tensors, same_bits, sha256_of_tensor
+from .fit import FittingPass, LayerFit, fitted_tensor, naive_value
+from .key_map import MAP_VERSION, OPERATIONS, TIED_TARGETS, Entry, target_shapes
 from .output import STORED_DTYPES, CheckpointWriter
-from .plan import layer_plan, parse_ratio
+from .output_refit import TOKENS_PER_CHANNEL
+from .plan import check_run, layer_plan, measured_layer_plan, parse_ratio
 from .source import FolderSource, sha256_of
-from .verify import Source, checkpoint_map, compare_tensors, same_bits
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+logger = logging.get_logger(__name__)
+
 INITS = ("fitted", "naive")
+CALIBRATION_TOKENS = 8192
+# Each sparse layer reads the selected blocks of its own keys and values: nothing is new, so nothing needs training.
+TRAINING_FREE = {
+    "share_full_kv": False,
+    "window_branch": "none",
+    "gate_granularity": "none",
+    "attention_sink": False,
+}
+GRANULARITIES = ("elementwise", "headwise", "none")
 _RECORDED_PACKAGES = ("hysparse_hf", "torch", "transformers", "safetensors", "gguf")
 
 
@@ -37,11 +51,13 @@ class Options:
 
     ratio: str
     plan: str | list[int] | None
+    max_sparse_run: int | None
+    keep_kv: bool
     budget: int
     block_size: int
     window: int
     gates: tuple[float, float]
-    gate_granularity: Literal["elementwise", "headwise"]
+    gate_granularity: Literal["elementwise", "headwise", "none"]
     init: str
     dtype: str | None
 
@@ -56,13 +72,19 @@ class Options:
                 f"`gates` must be two numbers between 0 and 1 (global, local), got {self.gates}; a gate is a sigmoid "
                 "and is never quite open or closed, so use for example 0.05 and 0.95."
             )
-        if self.gate_granularity not in ("elementwise", "headwise"):
+        if self.gate_granularity not in GRANULARITIES:
+            raise ValueError(f"`gate_granularity` must be one of {GRANULARITIES}, got {self.gate_granularity!r}.")
+        if self.max_sparse_run is not None and self.max_sparse_run < 1:
             raise ValueError(
-                f"`gate_granularity` must be 'elementwise' or 'headwise', got {self.gate_granularity!r}; without "
-                "gates the two branches of a converted layer would add up to twice its output."
+                f"`max_sparse_run` must be at least 1, got {self.max_sparse_run}; leave it out for N + 2."
             )
         if self.init not in INITS:
             raise ValueError(f"`init` must be one of {INITS}, got {self.init!r}.")
+        if self.gate_granularity == "none" and self.init == "naive":
+            raise ValueError(
+                "`gate_granularity='none'` needs `init='fitted'`, got 'naive'; with neither gates nor a fit the two "
+                "branches of a converted layer would add up to twice its output."
+            )
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
 
@@ -82,32 +104,51 @@ class Job:
         check_supported(source_config, source.raw_config, source.name)
         fields = hysparse_fields(source_config, family)
         self.dropped_fields = dropped_fields(source.raw_config, fields)
-        self.config = HySparseConfig(
+        self.sparse_per_full = parse_ratio(options.ratio)
+        is_auto = options.plan == "auto" or (options.plan is None and options.init == "fitted")
+        # An automatic plan has as many full layers as the regular one, which stands in its place until measured.
+        plan = layer_plan(None if is_auto else options.plan, source_config.num_hidden_layers, self.sparse_per_full)
+        self.measures_plan = is_auto and "sparse" in plan
+        self.max_sparse_run = options.max_sparse_run or self.sparse_per_full + 2
+        if self.measures_plan:
+            check_run(len(plan), plan.count("full"), self.max_sparse_run)
+        switches = TRAINING_FREE if options.keep_kv else {"gate_granularity": options.gate_granularity}
+        self.fields = {
             **fields,
-            layer_plan=layer_plan(options.plan, source_config.num_hidden_layers, parse_ratio(options.ratio)),
-            oracle_budget=options.budget,
-            oracle_block_size=options.block_size,
-            sliding_window=options.window,
-            gate_granularity=options.gate_granularity,
-            architectures=["HySparseForCausalLM"],
-        )
-        self.config.auto_map = dict(AUTO_MAP)
-        self.shapes = target_shapes(self.config)
-        self.key_map = checkpoint_map(source, self.config)
-        self.entry_of = {entry.target: entry for entry in self.key_map.entries if entry.target is not None}
+            **switches,
+            "oracle_budget": options.budget,
+            "oracle_block_size": options.block_size,
+            "sliding_window": options.window,
+            "architectures": ["HySparseForCausalLM"],
+        }
+        self._set_plan(plan)
         self._check_dtypes()
         self._check_tied()
-        embedding = self.entry_of["model.embed_tokens.weight"]
-        self.dtype = self._dtype_of(embedding.source)
-        self.config.dtype = self.dtype
-        self.fits: dict[int, SinkFit] = {}
+        self.damage: Damage | None = None
+        self.fits: dict[int, LayerFit] = {}
+        # Mapped tensors that the fit replaces: target -> hashes of the mapped value and of the one written.
+        self.replaced: dict[str, dict[str, str]] = {}
         self.calibration: Calibration | None = None
         self.verification: dict[str, Any] = {}
 
+    def _set_plan(self, plan: list[str]) -> None:
+        """The configuration and the key map of a plan."""
+        self.config = HySparseConfig(**self.fields, layer_plan=plan)
+        self.config.auto_map = dict(AUTO_MAP)
+        self.shapes = target_shapes(self.config)
+        self.key_map = checkpoint_map(self.source, self.config)
+        self.entry_of = {entry.target: entry for entry in self.key_map.entries if entry.target is not None}
+        self.dtype = self.config.dtype = self._dtype_of(self.entry_of["model.embed_tokens.weight"].source)
+
     @property
     def fits_something(self) -> bool:
-        """Whether there are sinks to fit."""
-        return "sparse" in self.config.layer_plan
+        """Whether there are sparse layers with values to fit."""
+        return self.options.init == "fitted" and not self.options.keep_kv and "sparse" in self.config.layer_plan
+
+    @property
+    def tokens_needed(self) -> int:
+        """Tokens of calibration text from which everything is fitted."""
+        return max(CALIBRATION_TOKENS, TOKENS_PER_CHANNEL * self.config.hidden_size)
 
     def table(self) -> str:
         """The whole map, one tensor a line, and what comes of the configuration."""
@@ -122,6 +163,10 @@ class Job:
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
         full = [index for index, kind in enumerate(self.config.layer_plan) if kind == "full"]
+        if self.measures_plan and self.damage is None:
+            lines.append(
+                f"plan auto: which {len(full)} layers stay full is measured in the conversion; here the regular ones"
+            )
         lines += [f"config field {name} dropped: {reason}" for name, reason in self.dropped_fields.items()]
         lines.append(
             f"{self.architecture} {self.source.name}: {self.config.num_hidden_layers} layers, full {full}; "
@@ -129,10 +174,29 @@ class Job:
         )
         return "\n".join(lines)
 
-    def fit(self, calibration: Calibration) -> None:
-        """Fit the sinks of every sparse layer."""
+    def calibrate(self, calibration: Calibration) -> None:
+        """Measure the plan and fit the sparse layers, as far as the options ask for it."""
         self.calibration = calibration
-        self.fits = TeacherPass(self.config, self.mapped, calibration.windows).run()
+        if self.measures_plan:
+            self.damage = DamagePass(self.config, self.mapped, calibration.windows).run()
+            full = self.config.layer_plan.count("full")
+            self._set_plan(measured_layer_plan(self.damage.matrix, full, self.max_sparse_run))
+        if not self.fits_something:
+            return
+        needed = TOKENS_PER_CHANNEL * self.config.hidden_size
+        refit = calibration.record["tokens"] >= needed
+        if not refit:
+            logger.warning(
+                f"Output projections are not fitted: that takes {needed} tokens of calibration text, "
+                f"{TOKENS_PER_CHANNEL} times the hidden size, and there are {calibration.record['tokens']}."
+            )
+        self.fits = FittingPass(self.config, self.mapped, calibration.windows, refit=refit).run()
+
+    def fitted(self, target: str) -> torch.Tensor | None:
+        """The value that the fit gives a target tensor, if it gives one."""
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", target)
+        fit = self.fits.get(int(layer[1])) if layer else None
+        return fitted_tensor(layer[2], fit.values, self.config) if layer and fit else None
 
     def mapped(self, target: str) -> torch.Tensor:
         """One target tensor from the source."""
@@ -176,7 +240,9 @@ class Job:
             },
             "dropped_config_fields": self.dropped_fields,
             "calibration": None if self.calibration is None else self.calibration.record,
-            "fit": {str(index): fit.summary() for index, fit in self.fits.items()},
+            "damage": None if self.damage is None else self.damage.record(),
+            "fit": {str(index): fit.figures for index, fit in self.fits.items()},
+            "fitted_tensors": self.replaced,
             "verification": self.verification,
         }
 
@@ -220,12 +286,24 @@ class Job:
                 for key, tensor in self.source.tensors_of_shard(shard):
                     entry = entries[key]
                     if entry.target is not None:
-                        writer.write(entry.target, OPERATIONS[entry.operation].apply(tensor))
+                        writer.write(entry.target, self._final(entry, tensor))
                         progress.update()
             for key, init in self.key_map.new.items():
-                layer = int(key.split(".")[2])
-                writer.write(key, initial_value(init, self.shapes[key], self.options.gates, self.fits.get(layer)))
+                fitted = self.fitted(key)
+                naive = naive_value(init, self.shapes[key], self.options.gates)
+                writer.write(key, naive if fitted is None else fitted)
                 progress.update()
+
+    def _final(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
+        """What is written for a source tensor: its mapped value, or the fitted one, with both hashes recorded."""
+        assert entry.target is not None
+        mapped = OPERATIONS[entry.operation].apply(tensor)
+        fitted = self.fitted(entry.target)
+        if fitted is None:
+            return mapped
+        fitted = fitted.to(self._dtype_of(entry.source))
+        self.replaced[entry.target] = {"mapped_sha256": sha256_of_tensor(mapped), "sha256": sha256_of_tensor(fitted)}
+        return fitted
 
     def _write_companions(self, folder: Path) -> None:
         """Tokenizer, generation settings and the model's code."""
@@ -242,17 +320,18 @@ class Job:
 
     def _verify(self, folder: Path) -> None:
         """Compare what lies on the disk with the source, and let the library load it, without its values."""
-        faults = compare_tensors(self.source, FolderSource(folder), self.key_map)
+        faults = compare_tensors(self.source, FolderSource(folder), self.key_map, self.replaced)
         loaded: Any = HySparseForCausalLM.from_pretrained(folder, device_map="meta", output_loading_info=True)
         report = loaded[1]
         faults += [f"{kind}: {sorted(map(str, keys))}" for kind, keys in report.items() if keys]
         if faults:
             raise RuntimeError("the written checkpoint must equal its source, got:\n  " + "\n  ".join(faults))
+        mapped = [entry for target, entry in self.entry_of.items() if target not in self.replaced]
         self.verification = {
-            "tensors_equal": len(self.entry_of),
+            "tensors_equal": len(mapped),
+            "tensors_fitted": len(self.replaced),
             "tensors_cast": sum(
-                self._dtype_of(entry.source) != self.source.tensors[entry.source].dtype
-                for entry in self.entry_of.values()
+                self._dtype_of(entry.source) != self.source.tensors[entry.source].dtype for entry in mapped
             ),
             "loading_report": {kind: sorted(map(str, keys)) for kind, keys in report.items()},
         }

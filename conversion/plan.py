@@ -1,7 +1,10 @@
 """Which layers stay full: the regular rule of the paper, or an explicit list."""
 
+import math
 import operator
 from collections.abc import Sequence
+
+import torch
 
 from hysparse_hf.modeling.configuration_hysparse import regular_layer_plan
 
@@ -56,5 +59,75 @@ def _listed(plan: str | Sequence[int]) -> list[int]:
         return [int(part) if isinstance(part, str) else operator.index(part) for part in parts]
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"`plan` must be 'regular' or a list of full layers such as 0,3,8, got {plan!r}; correct it."
+            f"`plan` must be 'auto', 'regular' or a list of full layers such as 0,3,8, got {plan!r}; correct it."
         ) from error
+
+
+def measured_layer_plan(damage: torch.Tensor, num_full: int, longest_run: int) -> list[str]:
+    """The plan with the least damage: the best one if damages only added up, then exchanges as long as they help.
+
+    Args:
+        damage (`torch.Tensor`): `(layers, layers)`, symmetric; making a set of layers sparse costs the sum over the
+            set's rows and columns.
+        num_full (`int`): full layers, layer 0 among them.
+        longest_run (`int`): sparse layers in a row, at most.
+    Raises:
+        ValueError: so few full layers cannot keep all runs that short.
+    """
+    check_run(len(damage), num_full, longest_run)
+    costs = damage.double().tolist()
+    full = _best_if_additive([row[i] for i, row in enumerate(costs)], num_full, longest_run)
+    lowest = _cost(costs, full)
+    improved = True
+    while improved:
+        improved = False
+        for leaving in full - {0}:
+            for entering in set(range(len(costs))) - full:
+                candidate = full - {leaving} | {entering}
+                if _longest_run(candidate, len(costs)) <= longest_run and _cost(costs, candidate) < lowest:
+                    full, lowest, improved = candidate, _cost(costs, candidate), True
+                    break
+            if improved:
+                break
+    return ["full" if layer in full else "sparse" for layer in range(len(costs))]
+
+
+def check_run(num_layers: int, num_full: int, longest_run: int) -> None:
+    """Raise `ValueError` if so few full layers leave more than `longest_run` sparse layers in a row."""
+    shortest = math.ceil((num_layers - num_full) / num_full)
+    if longest_run < shortest:
+        raise ValueError(
+            f"`max_sparse_run` must be at least {shortest} for {num_full} full layers of {num_layers}, got "
+            f"{longest_run}; raise it, or give a `ratio` with more full layers."
+        )
+
+
+def _best_if_additive(costs: list[float], num_full: int, longest_run: int) -> set[int]:
+    """Full layers that leave the cheapest others sparse; dynamic programming over the last full layer."""
+    layers = len(costs)
+    # After layer i as the n-th full one: cost of the sparse layers before it, and the full ones.
+    best: dict[int, tuple[float, set[int]]] = {0: (0.0, {0})}
+    for _ in range(num_full - 1):
+        following: dict[int, tuple[float, set[int]]] = {}
+        for last, (cost, full) in best.items():
+            for layer in range(last + 1, min(last + longest_run + 2, layers)):
+                total = cost + sum(costs[last + 1 : layer])
+                if layer not in following or total < following[layer][0]:
+                    following[layer] = total, full | {layer}
+        best = following
+    ends = [
+        (cost + sum(costs[last + 1 :]), full)
+        for last, (cost, full) in best.items()
+        if layers - 1 - last <= longest_run
+    ]
+    return min(ends, key=lambda end: (end[0], sorted(end[1])))[1]
+
+
+def _cost(costs: list[list[float]], full: set[int]) -> float:
+    sparse = [layer for layer in range(len(costs)) if layer not in full]
+    return sum(costs[i][j] for i in sparse for j in sparse)
+
+
+def _longest_run(full: set[int], layers: int) -> int:
+    ordered = [*sorted(full), layers]
+    return max(after - before - 1 for before, after in zip(ordered, ordered[1:], strict=False))

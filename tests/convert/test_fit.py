@@ -9,17 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from hysparse_hf import HySparseForCausalLM, convert
 from hysparse_hf.conversion.calibration import calibration_for
-from hysparse_hf.conversion.fit import (
-    GRID_ABOVE,
-    GRID_BELOW,
-    GRID_POINTS,
-    HeadSums,
-    TeacherPass,
-    fit_local_sink,
-    initial_value,
-    sink_for_share,
-)
+from hysparse_hf.conversion.faults import sha256_of_tensor
+from hysparse_hf.conversion.fit import FittingPass, naive_value
 from hysparse_hf.conversion.job import Job, Options
+from hysparse_hf.conversion.sinks import HeadSums, fit_local_sink
 from hysparse_hf.conversion.source import open_source
 
 
@@ -27,7 +20,15 @@ SETTINGS = {"budget": 16, "block_size": 8, "window": 12}
 
 
 def naive(**changes):
-    options = {"ratio": "1:3", "plan": None, "gates": (0.05, 0.95), "gate_granularity": "headwise", "init": "naive"}
+    options = {
+        "ratio": "1:3",
+        "plan": None,
+        "max_sparse_run": None,
+        "keep_kv": False,
+        "gates": (0.05, 0.95),
+        "gate_granularity": "headwise",
+        "init": "naive",
+    }
     return Options(**(options | SETTINGS | {"dtype": None} | changes))
 
 
@@ -35,64 +36,26 @@ def calibration_ids(windows=4, length=64, seed=2):
     return torch.randint(3, 97, (windows, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("planted", [-3.0, 0.0, 4.5])
-def test_planted_sink_is_recovered(planted):
-    """Dense outputs made from a window with a known sink give that sink back, to half a grid step."""
-    generator = torch.Generator().manual_seed(0)
-    local = torch.randn(1, 3, 400, 8, generator=generator)
-    lse = 2 + torch.randn(1, 3, 400, generator=generator)
-    dense = torch.sigmoid(lse - planted)[..., None] * local
-    sink, share, without, with_sink = fit_local_sink(HeadSums.of(dense, local, lse, skip=16))
-    step = (GRID_ABOVE - GRID_BELOW) / (GRID_POINTS - 1)
-    assert (sink - planted).abs().max() <= step / 2 + 1e-5
-    assert with_sink < 0.1 * without
-    assert share == pytest.approx(torch.sigmoid(lse[..., 16:] - planted).mean().item(), abs=0.03)
-
-
-def test_window_that_is_right_already_gets_a_sink_without_weight():
-    local, lse = torch.randn(1, 2, 300, 8), torch.randn(1, 2, 300)
-    sink, share, without, _ = fit_local_sink(HeadSums.of(local, local, lse, skip=0))
-    assert without == 0
-    assert share > 0.99
-    assert torch.allclose(sink, lse[0].median(dim=1).values + GRID_BELOW)
-
-
-def test_positions_inside_the_first_window_do_not_count():
-    local, lse = torch.randn(1, 2, 300, 8), torch.randn(1, 2, 300)
-    dense = 0.5 * local
-    spoiled = dense.clone()
-    spoiled[:, :, :50] = 1e3
-    expected, got = (fit_local_sink(HeadSums.of(y, local, lse, skip=50))[0] for y in (dense, spoiled))
-    assert torch.equal(expected, got)
-
-
-def test_global_sink_takes_its_share_at_the_median():
-    lse = torch.randn(3, 101) + 5
-    sink = sink_for_share(lse, 0.1)
-    assert torch.allclose(torch.sigmoid(sink - lse.median(dim=1).values), torch.full((3,), 0.1))
-
-
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_streaming_pass_is_the_teacher(make_source, family):
     source, model = make_source(family, attention_bias=True)
     job = Job(open_source(source), naive())
     ids = calibration_ids()
-    teacher = TeacherPass(job.config, job.mapped, tuple(ids))
-    teacher.run()
+    fitting = FittingPass(job.config, job.mapped, tuple(ids), refit=False)
+    fitting.run()
     expected = model(ids, output_hidden_states=True).hidden_states[-1]
-    final = model.model.norm(torch.cat(teacher.states))
+    final = model.model.norm(torch.cat(fitting.states))
     assert (final - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_fit_of_a_model_is_that_of_its_own_operations(make_source):
     """The sink of a layer from the streaming pass against one computed from the source's own projections."""
-    from hysparse_hf.conversion.fit import HeadSums, fit_local_sink
     from hysparse_hf.modeling.attention_hysparse import sliding_window_attention
 
     source, model = make_source()
     job = Job(open_source(source), naive())
     ids = calibration_ids(windows=1)
-    fits = TeacherPass(job.config, job.mapped, tuple(ids)).run()
+    fits = FittingPass(job.config, job.mapped, tuple(ids), refit=False).run()
     assert sorted(fits) == [1, 2, 3]
     caught = {}
     attention = model.model.layers[2].self_attn
@@ -108,9 +71,9 @@ def test_fit_of_a_model_is_that_of_its_own_operations(make_source):
     cos, sin = model.model.rotary_emb(query, torch.arange(64)[None])
     query, key = apply_rotary_pos_emb(query, key, cos, sin)
     local, lse = sliding_window_attention(query, key, value, window=12, return_lse=True)
-    dense = caught["dense"].unflatten(-1, (4, 24)).transpose(1, 2)
-    expected = fit_local_sink(HeadSums.of(dense, local, lse, skip=12))[0]
-    assert torch.allclose(fits[2].sink_local, expected, atol=1e-4)
+    dense = caught["dense"].unflatten(-1, (4, 24))[0]
+    expected = fit_local_sink(HeadSums.of(dense, local[0].transpose(0, 1), lse[0], skip=12))[0]
+    assert torch.allclose(fits[2].values.sinks[1], expected, atol=1e-4)
 
 
 def test_fitted_sinks_beat_none_on_other_text(make_source, tmp_path):
@@ -119,7 +82,8 @@ def test_fitted_sinks_beat_none_on_other_text(make_source, tmp_path):
     ids = calibration_ids(seed=9)
     distance = {}
     for init in ("fitted", "naive"):
-        record = convert(source, tmp_path / init, init=init, calibrate=calibration_ids(), **SETTINGS)
+        options = {"init": init, "plan": "regular", "calibrate": calibration_ids(windows=32)}
+        record = convert(source, tmp_path / init, **options, **SETTINGS)
         student = HySparseForCausalLM.from_pretrained(tmp_path / init)
         if init == "naive":
             # The comparison is with a window without sinks, not with a sink of 0.
@@ -135,6 +99,49 @@ def test_fitted_sinks_beat_none_on_other_text(make_source, tmp_path):
     assert distance["fitted"] < distance["naive"], distance
 
 
+@pytest.mark.parametrize("granularity", ["elementwise", "headwise", "none"])
+@pytest.mark.parametrize("windows", [4, 12], ids=["gates", "gates and o_proj"])
+def test_written_layer_makes_the_error_that_the_fit_says(make_source, tmp_path, granularity, windows):
+    """Layer 1 follows a full layer, so its input is the teacher's, and its output shows what was written."""
+    source, model = make_source(attention_bias=True)
+    ids = calibration_ids(windows=windows)
+    record = convert(source, tmp_path / "out", plan="regular", gate_granularity=granularity, calibrate=ids, **SETTINGS)
+    student = HySparseForCausalLM.from_pretrained(tmp_path / "out")
+    outputs = []
+    for module in (model.model.layers[1].self_attn, student.model.layers[1].self_attn):
+        module.register_forward_hook(lambda module, inputs, output: outputs.append(output[0]))
+    model(ids)
+    student(ids)
+    bias = model.model.layers[1].self_attn.o_proj.bias
+    error = (outputs[1] - outputs[0]).norm() / (outputs[0] - bias).norm()
+    figures = record["fit"]["1"]
+    steps = ["error_constant"] + ["error_gates"] * (granularity != "none") + ["error_refit"] * (windows == 12)
+    assert [name for name in figures if name.startswith("error_") and "with" not in name] == steps
+    assert [figures[name] for name in steps] == sorted((figures[name] for name in steps), reverse=True)
+    assert error.item() == pytest.approx(figures[steps[-1]], abs=2e-4)
+
+
+def test_output_projections_keep_the_source_values_under_too_little_text(make_source, tmp_path, caplog):
+    """Only the headroom doubles them, without rounding; the log says what text it takes."""
+    source, model = make_source()
+    with caplog.at_level("WARNING", logger="hysparse_hf.conversion.job"):
+        record = convert(source, tmp_path / "out", plan="regular", calibrate=calibration_ids(), **SETTINGS)
+    assert "takes 640 tokens" in caplog.text
+    assert "there are 256" in caplog.text
+    student = HySparseForCausalLM.from_pretrained(tmp_path / "out")
+    for index in (1, 2, 3):
+        mapped, fitted = (net.model.layers[index].self_attn.o_proj.weight for net in (model, student))
+        assert torch.equal(fitted, 2 * mapped)
+    assert sorted(record["fitted_tensors"]) == [f"model.layers.{i}.self_attn.o_proj.weight" for i in (1, 2, 3)]
+    hashes = record["fitted_tensors"]["model.layers.2.self_attn.o_proj.weight"]
+    assert hashes["sha256"] == sha256_of_tensor(fitted_weight(student, 2))
+    assert hashes["mapped_sha256"] == sha256_of_tensor(fitted_weight(model, 2))
+
+
+def fitted_weight(model, layer):
+    return model.model.layers[layer].self_attn.o_proj.weight
+
+
 @pytest.mark.parametrize("granularity", ["elementwise", "headwise"])
 def test_gates_start_constant_at_what_was_asked(make_source, convert_naive, granularity):
     source, _ = make_source()
@@ -147,7 +154,7 @@ def test_gates_start_constant_at_what_was_asked(make_source, convert_naive, gran
 
 
 def test_naive_sinks_are_zero():
-    assert not initial_value("sink_local", (3,), (0.05, 0.95), None).any()
+    assert not naive_value("sink_local", (3,), (0.05, 0.95)).any()
 
 
 def test_calibration_tensor_is_recorded_by_hash(make_source, tmp_path):
@@ -186,8 +193,9 @@ def test_a_window_longer_than_any_text_is_refused_before_sampling(make_source, m
 def test_without_text_the_source_samples_its_own_and_says_so(make_source, tmp_path, caplog):
     source, _ = make_source(max_position_embeddings=30, num_hidden_layers=3)
     with caplog.at_level("WARNING", logger="hysparse_hf.conversion.calibration"):
-        record = convert(source, tmp_path / "out", **SETTINGS)
-        again = convert(source, tmp_path / "again", **SETTINGS)
+        record, again = (
+            convert(source, tmp_path / name, calibration_tokens=240, **SETTINGS) for name in ("out", "again")
+        )
     assert "--calibrate FILE" in caplog.text
     assert record["calibration"]["kind"] == "sampled from the source"
     assert record["calibration"]["tokens"] == 8 * 30

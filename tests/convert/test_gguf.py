@@ -102,7 +102,8 @@ def test_gguf_file_is_fitted_on_text_by_its_own_tokenizer(tiny_gguf, tmp_path):
     path, _ = tiny_gguf
     text = tmp_path / "text.txt"
     text.write_text("abcdefghij\nklmnopqrst\n" * 100)
-    options = {"calibration_tokens": 256, "calibration_length": 64, "budget": 16, "block_size": 8, "window": 12}
+    options = {"plan": "regular", "calibration_tokens": 256, "calibration_length": 64}
+    options |= {"budget": 16, "block_size": 8, "window": 12}
     record = convert(path, tmp_path / "out", calibrate=text, **options)
     assert record["calibration"]["kind"] == "files"
     assert set(record["fit"]) == {"1", "2", "3"}

@@ -1,0 +1,118 @@
+"""Gates from least squares: constants in a box first, then logits that are linear in the layer's input.
+
+Both fit the output projection's result Y of a layer by the gated outputs of its branches,
+
+    Y_t ~ sum over branches j and heads h of  g_jh(x_t) z_jht,      z_jht = W_h o_jht
+
+with W_h the columns of the output projection that belong to head h.
+"""
+
+import torch
+
+
+BOX_SWEEPS = 200
+GAUSS_NEWTON_SWEEPS, GAUSS_NEWTON_STEP, GAUSS_NEWTON_RIDGE = 3, 0.7, 0.03
+# A step of one sweep asks for at most this change of a logit; a closed sigmoid has next to no slope.
+LARGEST_CHANGE, SMALLEST_SLOPE = 3.0, 0.02
+
+
+def box_least_squares(
+    gram: torch.Tensor, moment: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor
+) -> torch.Tensor:
+    """The minimum of `g' gram g / 2 - moment' g` with `lower <= g <= upper`, by coordinate descent in float64.
+
+    Args:
+        gram (`torch.Tensor`): `(n, n)`, positive definite.
+        moment, lower, upper (`torch.Tensor`): `(n,)`.
+    """
+    gram, moment, lower, upper = (part.double().cpu() for part in (gram, moment, lower, upper))
+    values = (lower + upper) / 2
+    for _ in range(BOX_SWEEPS):
+        before = values.clone()
+        for i in range(len(values)):
+            rest = moment[i] - gram[i] @ values + gram[i, i] * values[i]
+            values[i] = (rest / gram[i, i]).clamp(lower[i], upper[i])
+        if torch.equal(values, before):
+            break
+    return values
+
+
+def constant_gates(
+    outputs: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor
+) -> torch.Tensor:
+    """The best constant gates inside a box.
+
+    Args:
+        outputs (`torch.Tensor`): `(positions, branches, heads, head_dim)`, what the branches give.
+        weight (`torch.Tensor`): `(hidden, heads * head_dim)`, the output projection.
+        target (`torch.Tensor`): `(positions, hidden)`.
+        lower, upper (`torch.Tensor`): `(branches, heads)`.
+    Returns:
+        `torch.Tensor`: `(branches, heads)`, float64.
+    """
+    branches, heads, dim = outputs.shape[1:]
+    products = (weight.T @ weight).repeat(branches, branches)
+    flat = outputs.flatten(1)
+    gram = (flat.T @ flat * products).unflatten(0, (-1, dim)).unflatten(2, (-1, dim)).sum((1, 3))
+    moment = (flat * (target @ weight).repeat(1, branches)).sum(0).unflatten(0, (-1, dim)).sum(-1)
+    # Heads that attend alike make the sum nearly singular; a trace of ridge keeps their gates alike too.
+    ridge = 1e-3 * gram.diagonal().mean()
+    gram = gram + ridge * torch.eye(len(gram), device=gram.device)
+    return box_least_squares(gram, moment + ridge / 2, lower.flatten(), upper.flatten()).view(branches, heads)
+
+
+def gate_values(inputs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """`sigmoid(inputs @ weights + bias)`, `(positions, branches, heads)`; the bias is the last column of `logits`."""
+    return torch.sigmoid(torch.einsum("nc,jhc->njh", inputs, logits[..., :-1]) + logits[..., -1])
+
+
+def fit_gates(
+    inputs: torch.Tensor, outputs: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, logits: torch.Tensor
+) -> torch.Tensor:
+    """Let gates read the input: Gauss-Newton, one head of one branch at a time.
+
+    For one gate the best coefficient of a position is its present value plus `<z, error> / |z|^2`. The logit that
+    gives it is approached with the sigmoid's slope s, each position weighted by `|z|^2 s^2`, under a ridge. A head
+    keeps its logits where the step does not lower the error.
+
+    Args:
+        inputs (`torch.Tensor`): `(positions, hidden)`, the layer's normalised input.
+        outputs, weight, target (`torch.Tensor`): as in `constant_gates`.
+        logits (`torch.Tensor`): `(branches, heads, hidden + 1)`, where to start; the last column is the bias.
+    Returns:
+        `torch.Tensor`: logits like those given.
+    """
+    branches, heads, dim = outputs.shape[1:]
+    logits = logits.clone()
+    gates = gate_values(inputs, logits)
+    extended = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
+    error = target - (outputs * gates[..., None]).sum(1).flatten(1) @ weight.T
+    lost = error.square().sum()
+    for _ in range(GAUSS_NEWTON_SWEEPS):
+        # The last branch is the window, which explains most.
+        for branch in reversed(range(branches)):
+            for head in range(heads):
+                part = outputs[:, branch, head] @ weight[:, head * dim : (head + 1) * dim].T
+                size = part.square().sum(1)
+                if not size.any():
+                    continue
+                gate = gates[:, branch, head]
+                slope = (gate * (1 - gate)).clamp(min=SMALLEST_SLOPE)
+                wanted = (part * error).sum(1) / (size + 1e-6 * size.mean()) / slope
+                change = _ridge_step(extended, wanted.clamp(-LARGEST_CHANGE, LARGEST_CHANGE), size * slope.square())
+                moved = logits[branch, head] + GAUSS_NEWTON_STEP * change
+                gate_moved = torch.sigmoid(extended @ moved)
+                error_moved = error - (gate_moved - gate)[:, None] * part
+                lost_moved = error_moved.square().sum()
+                if lost_moved < lost:
+                    logits[branch, head], gates[:, branch, head] = moved, gate_moved
+                    error, lost = error_moved, lost_moved
+    return logits
+
+
+def _ridge_step(inputs: torch.Tensor, wanted: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted ridge regression of `wanted` `(positions,)` on `inputs` `(positions, n)`."""
+    weighted = inputs * (weights / weights.mean())[:, None]
+    gram = (weighted.T @ inputs).double()
+    gram.diagonal().add_(GAUSS_NEWTON_RIDGE * gram.diagonal().mean())
+    return torch.linalg.solve(gram, (weighted.T @ wanted).double()).to(inputs.dtype)
