@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import import_rules
 from hysparse_hf import HySparseForCausalLM, cli, convert
 from hysparse_hf.conversion.output import CheckpointWriter, appearing_folder
 
@@ -304,30 +305,60 @@ def test_companions_are_copied(make_source, convert_naive):
 
 
 FRESH = """
-    import sys
+    import socket, sys
     class Blocked:
         def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] == "hysparse_hf":
+            if name.split(".")[0] in ("hysparse_hf", "triton"):
                 raise ImportError("blocked")
     sys.meta_path.insert(0, Blocked())
+    def refuse(*args, **kwargs):
+        raise OSError("the network is blocked")
+    socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
     import torch
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+    folder, logits, again = sys.argv[1:]
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     ids = torch.arange(3, 43)[None]
-    logits = model(ids).logits
-    assert AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True).model_type == "hysparse"
-    assert type(AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)).__name__ == "HySparseModel"
+    torch.save(model(ids).logits, logits)
+    assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "hysparse"
+    assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "HySparseModel"
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > 40
-    torch.save(logits, sys.argv[2])
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert tokenizer.decode(tokenizer("some words").input_ids) == "some words"
+    assert AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="float16").dtype == torch.float16
+    model.save_pretrained(again)
+    tokenizer.save_pretrained(again)
 """
 
 
-def test_loads_in_a_fresh_process_without_the_package(make_source, convert_naive, tmp_path):
-    source, _ = make_source()
+def test_E06_E09_E10_E16_loads_and_saves_again_without_the_package_triton_and_network(
+    make_source, convert_naive, letters, tmp_path
+):
+    """The converted checkpoint, and what the fresh process saved, read elsewhere after the first is gone."""
+    source, _ = make_source(tie_word_embeddings=True, dtype=torch.bfloat16)
+    letters.save_pretrained(source)
     out = convert_naive(source, "with.dot-hyphen and space")
-    command = [sys.executable, "-c", textwrap.dedent(FRESH), str(out), str(tmp_path / "logits.pt")]
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
     here = HySparseForCausalLM.from_pretrained(out)(torch.arange(3, 43)[None]).logits
-    assert torch.equal(torch.load(tmp_path / "logits.pt"), here)
+    assert here.dtype == torch.bfloat16
+    for number in range(2):
+        logits, again = tmp_path / f"logits{number}.pt", tmp_path / f"saved-again.{number}"
+        command = [sys.executable, "-c", textwrap.dedent(FRESH), str(out), str(logits), str(again)]
+        environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / f"modules{number}"), "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert torch.equal(torch.load(logits), here)
+        out.rename(tmp_path / f"gone{number}")
+        out = tmp_path / "elsewhere" / f"v1.{number} moved"
+        out.parent.mkdir(exist_ok=True)
+        again.rename(out)
+
+
+def test_E07_code_is_the_models_own_and_flat(make_source, convert_naive):
+    source, _ = make_source()
+    files = {path.name: path.read_text() for path in convert_naive(source).glob("*.py")}
+    assert {"configuration_hysparse.py", "modeling_hysparse.py"} <= files.keys()
+    originals = {path.name: path.read_text() for path in import_rules.modeling_files()}
+    siblings = {name.removesuffix(".py") for name in files}
+    for name, text in files.items():
+        assert text == originals[name]
+        assert import_rules.flat_violations(text, name, siblings) == []
