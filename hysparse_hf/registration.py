@@ -25,6 +25,11 @@ MODEL_TYPES = {
             "AutoModelForSequenceClassification": "HySparseForSequenceClassification",
         },
     ),
+    "hysparse2": ModelType(
+        configuration=("hysparse_hf.modeling.configuration_hysparse2", "HySparse2Config"),
+        modeling="hysparse_hf.modeling.modeling_hysparse2",
+        auto_classes={"AutoModel": "HySparse2Model", "AutoModelForCausalLM": "HySparse2ForCausalLM"},
+    ),
 }
 
 

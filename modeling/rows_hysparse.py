@@ -130,6 +130,37 @@ class TokenLayout:
         columns = columns.clamp(min=0)[:, None, None]
         return history.scatter_add(-1, columns.expand_as(weights), weights)
 
+    def kept(self, slots: torch.Tensor, are_last: bool) -> "TokenLayout":
+        """Layout of some of the new tokens as queries, over the keys of all tokens.
+
+        Args:
+            slots (`torch.Tensor`): `(n,)`, which of the new slots, the same in every row.
+            are_last (`bool`): they are the last ones, in order; rows then are as any back end takes them.
+        """
+        place = slots[None] if self.place is None else self.place[:, slots]
+        order = None
+        if are_last and self.place is not None:
+            order = torch.argsort(place, dim=-1)
+            place = place.gather(1, order)
+        start, first = self.rows.query_start, self.rows.first_key
+        if first is not None and first.shape[1] > 1:
+            rows = max(len(first), len(place))
+            first = first.expand(rows, -1).gather(1, place.expand(rows, -1))
+        columns = None
+        if not are_last:
+            start, columns = None, (self.past if start is None else start[:, None]) + place
+        elif order is not None or start is not None:
+            # The tokens among the last slots are neighbours in their row, and padding stands behind them.
+            start = (self.past if start is None else start) + place[:, 0]
+        visibility = None if self.rows.visibility is None else self.rows.visibility[:, :, slots]
+        return TokenLayout(
+            positions=self.positions[:, slots],
+            past=self.past,
+            rows=Rows(query_start=start, first_key=first, visibility=visibility, query_columns=columns),
+            order=order,
+            place=None if order is None else torch.argsort(order, dim=-1),
+        )
+
     def hide_padding(self, indices: torch.Tensor) -> torch.Tensor:
         """Indices `(batch, kv_heads, q_len, n)` in slot order, with -1 where the query is padding."""
         if self.new_counts is None:

@@ -1,0 +1,150 @@
+"""HySparse2, second generation (arXiv:2609.26368): a self-decoder whose states also feed a cross-decoder's keys.
+
+The cross-decoder's keys and values exist as soon as the self-decoder has run. So of a prompt only the positions whose
+logits are asked for go through the cross-decoder.
+"""
+
+import torch
+
+from .cache_hysparse import HySparseCache
+from .configuration_hysparse2 import SELF_OUTPUT, HySparse2Config
+from .decoder_hysparse2 import HySparse2Attention, HySparse2DecoderLayer
+from .layers_hysparse import HySparseRMSNorm, Rotation
+from .modeling_hysparse import (
+    HySparseForCausalLM,
+    HySparseModel,
+    HySparseModelOutputWithPast,
+    HySparsePreTrainedModel,
+)
+from .rows_hysparse import TokenLayout
+
+
+# Outputs that have a row per new token, and so need all of them to run.
+WHOLE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_selected_indices", "output_router_logits")
+
+
+class HySparse2PreTrainedModel(HySparsePreTrainedModel):
+    config: HySparse2Config
+    config_class = HySparse2Config
+    _no_split_modules = ["HySparse2DecoderLayer"]
+    _can_record_outputs = {"hidden_states": HySparse2DecoderLayer, "attentions": HySparse2Attention}
+    _auto_map = {
+        "AutoConfig": "configuration_hysparse2.HySparse2Config",
+        "AutoModel": "modeling_hysparse2.HySparse2Model",
+        "AutoModelForCausalLM": "modeling_hysparse2.HySparse2ForCausalLM",
+    }
+
+
+class HySparse2Model(HySparse2PreTrainedModel, HySparseModel):
+    """The decoder without a head.
+
+    `forward` takes `logits_to_keep` too: a number n or a tensor of positions. Then `last_hidden_state` holds the last
+    n positions (0: all), or these. Where `config.leaves_early`, and unless an output with a row per token is asked
+    for, only they run through the cross-decoder; of an empty tensor none does, and a cache is filled all the same.
+    """
+
+    layer_class = HySparse2DecoderLayer
+
+    def __init__(self, config: HySparse2Config):
+        super().__init__(config)
+        if SELF_OUTPUT in config.bridge_plan:
+            self.bridge_norm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
+            # Once more, for the part that is new.
+            self.post_init()
+
+    def _run_layers(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        layout: TokenLayout,
+        rotations: dict[str, Rotation],
+        cache: HySparseCache | None,
+        output_selected_indices: bool,
+        output_attentions: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        whole = {"output_selected_indices": output_selected_indices, "output_attentions": output_attentions}
+        border = len(self.config.self_layer_plan)
+        leaves_early = self.config.leaves_early and not self.needs_all_rows({**kwargs, **whole})
+        plan = self.config.bridge_plan
+        queries = {"layout": layout, "rotations": rotations}
+        bridge: dict[int | str, torch.Tensor] = {}
+        shared: tuple[torch.Tensor | None, ...] = (None, None, None)
+        selected, routed = [], []
+        layers = self._used_layers()
+        for index, (kind, layer) in enumerate(layers):
+            if index == border:
+                if SELF_OUTPUT in plan:
+                    bridge[SELF_OUTPUT] = self.bridge_norm(hidden_states)
+                if leaves_early:
+                    hidden_states, queries = _kept(hidden_states, layout, rotations, logits_to_keep)
+            residual = hidden_states
+            hidden_states, *given, normed, router_logits = layer(
+                hidden_states,
+                *shared,
+                bridge.get(plan[index]),
+                **queries,
+                key_layout=layout,
+                key_rotations=rotations,
+                cache=cache,
+                output_attentions=output_attentions or self.config.output_attentions,
+                output_selected_indices=output_selected_indices,
+            )
+            if index in plan:
+                bridge[index] = residual if normed is None else normed
+            if kind == "full":
+                shared = tuple(given)
+                if output_selected_indices and given[2] is not None:
+                    selected.append(layout.hide_padding(layout.restore(given[2])))
+            if router_logits is not None:
+                routed.append(router_logits)
+        if not leaves_early or len(layers) <= border:
+            hidden_states, _ = _kept(hidden_states, layout, rotations, logits_to_keep)
+        return hidden_states, selected, routed
+
+    def needs_all_rows(self, asked: dict) -> bool:
+        """Whether `asked`, forward's keyword arguments, or the configuration name an output with a row per token."""
+        return any(
+            getattr(self.config, name, False) if asked.get(name) is None else asked[name] for name in WHOLE_OUTPUTS
+        )
+
+
+def _kept(
+    hidden_states: torch.Tensor,
+    layout: TokenLayout,
+    rotations: dict[str, Rotation],
+    logits_to_keep: int | torch.Tensor,
+) -> tuple[torch.Tensor, dict]:
+    """The states whose logits are wanted, and the layout and rotations of these alone."""
+    q_len, device = hidden_states.shape[1], layout.positions.device
+    if isinstance(logits_to_keep, torch.Tensor):
+        slots = logits_to_keep.to(device)
+        slots = slots.nonzero()[:, 0] if slots.dtype == torch.bool else torch.where(slots < 0, slots + q_len, slots)
+    elif 0 < logits_to_keep < q_len:
+        slots = torch.arange(q_len - logits_to_keep, q_len, device=device)
+    else:
+        return hidden_states, {"layout": layout, "rotations": rotations}
+    parts = {
+        kind: None if rotation is None else tuple(part[:, slots.to(part.device)] for part in rotation)
+        for kind, rotation in rotations.items()
+    }
+    queries = {"layout": layout.kept(slots, isinstance(logits_to_keep, int)), "rotations": parts}
+    return hidden_states[:, slots.to(hidden_states.device)], queries
+
+
+class HySparse2ForCausalLM(HySparse2PreTrainedModel, HySparseForCausalLM):
+    """The decoder with a language modelling head."""
+
+    model_class = HySparse2Model
+
+    def _run_model(
+        self, logits_to_keep: int | torch.Tensor, has_labels: bool, **kwargs
+    ) -> tuple[HySparseModelOutputWithPast, torch.Tensor]:
+        if has_labels or self.model.needs_all_rows(kwargs):
+            return super()._run_model(logits_to_keep, has_labels, **kwargs)
+        outputs = self.model(logits_to_keep=logits_to_keep, **kwargs)
+        return outputs, outputs.last_hidden_state
+
+
+__all__ = ["HySparse2ForCausalLM", "HySparse2Model", "HySparse2PreTrainedModel"]
