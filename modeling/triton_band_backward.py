@@ -17,6 +17,7 @@ from .triton_common import (
     launch_sizes,
     load_keys,
     load_rows,
+    load_terms,
     may_fuse,
     padded_dim,
     precision_of,
@@ -52,7 +53,17 @@ _LAUNCH_WINDOW_DKDV = {**_LAUNCH_DKDV, (2, 128): (32, 64, 4, 3)}
 
 
 @triton.jit
-def dq_step(
+def add_dq(p, dp, delta, acc, exact, k, one, HAS_SINK: tl.constexpr, PRECISION: tl.constexpr):
+    """Add what one tile of keys gives, from its probabilities and their gradients."""
+    if HAS_SINK:
+        # The output as stored is rounded; a sink's gradient sums that over all rows, so it takes the unrounded one.
+        exact += tl.sum(p * dp, 1)
+    ds = p * (dp - delta[:, None])
+    return add_product(acc, ds.to(k.dtype), k, one, PRECISION), exact
+
+
+@triton.jit
+def _dq_step(
     q,
     grad,
     total,
@@ -76,11 +87,7 @@ def dq_step(
     dp = tl.dot(grad, v.T, input_precision=PRECISION)
     if MASKED:
         dp = tl.where(visible, dp, 0.0)
-    if HAS_SINK:
-        # The output as stored is rounded; a sink's gradient sums that over all rows, so it takes the unrounded one.
-        exact += tl.sum(p * dp, 1)
-    ds = p * (dp - delta[:, None])
-    return add_product(acc, ds.to(k.dtype), k, one, PRECISION), exact
+    return add_dq(p, dp, delta, acc, exact, k, one, HAS_SINK, PRECISION)
 
 
 @triton.jit
@@ -89,8 +96,7 @@ def _band_dq_kernel(
     key_desc,
     value_desc,
     grad_ptr,
-    total_ptr,
-    delta_ptr,
+    terms_ptr,
     dq_ptr,
     sink_ptr,
     sink_term_ptr,
@@ -156,14 +162,13 @@ def _band_dq_kernel(
     q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
     grad = load_rows(grad_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
     row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
-    total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
-    delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
+    total, delta = load_terms(terms_ptr, row, valid)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     exact = tl.zeros((BLOCK_M,), tl.float32)
     for column in tl.range(begin, plain_end, BLOCK_N):
         k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
         v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
-        acc, exact = dq_step(q, grad, total, delta, acc, exact, k, v, None, scale, one, False, HAS_SINK, PRECISION)
+        acc, exact = _dq_step(q, grad, total, delta, acc, exact, k, v, None, scale, one, False, HAS_SINK, PRECISION)
     for column in tl.range(plain_end, end, BLOCK_N):
         columns = column + tl.arange(0, BLOCK_N)
         k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
@@ -171,7 +176,7 @@ def _band_dq_kernel(
         if HAS_START:
             k = tl.where((columns < end)[:, None], k, 0.0)
         visible = (columns[None, :] <= owned[:, None]) & (columns[None, :] >= lowest[:, None])
-        acc, exact = dq_step(q, grad, total, delta, acc, exact, k, v, visible, scale, one, True, HAS_SINK, PRECISION)
+        acc, exact = _dq_step(q, grad, total, delta, acc, exact, k, v, visible, scale, one, True, HAS_SINK, PRECISION)
     dq_base = dq_ptr + batch.to(tl.int64) * stride_dqb
     store_rows(dq_base, acc * scaling, steps, heads, valid, stride_dqh, stride_dqm, stride_dqd, HEAD_DIM, BLOCK_D)
     if HAS_SINK:
@@ -179,7 +184,9 @@ def _band_dq_kernel(
 
 
 @triton.jit
-def dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, one, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def _dkdv_step(
+    q, grad, total, delta, dk, dv, k, v, visible, scale, one, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):
     """Add one tile of query rows to the gradients of a tile of keys; rows with `total` +inf add nothing."""
     s = tl.dot(k, q.T, input_precision=PRECISION)
     p = tl.exp2(s * scale - total[None, :])
@@ -200,8 +207,7 @@ def _band_dkdv_kernel(
     key_desc,
     value_desc,
     grad_ptr,
-    total_ptr,
-    delta_ptr,
+    terms_ptr,
     dk_ptr,
     dv_ptr,
     start_ptr,
@@ -269,24 +275,22 @@ def _band_dkdv_kernel(
         q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
         grad = load_rows(grad_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
         row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
-        total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
-        delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
+        total, delta = load_terms(terms_ptr, row, valid)
         owned, lowest = query_places(
             start_ptr, first_ptr, stride_fb, stride_fm, batch, steps, valid, start, HAS_START, HAS_FIRST
         )
         if HAS_WINDOW:
             lowest = tl.maximum(lowest, owned - window + 1)
         visible = (columns[:, None] <= owned[None, :]) & (columns[:, None] >= lowest[None, :])
-        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, one, True, PRECISION)
+        dk, dv = _dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, one, True, PRECISION)
     for tile in tl.range(plain_begin, tile_end):
         steps, group_head, valid = query_rows(tile, q_len, TILE_Q, GROUP, BLOCK_M)
         heads = kv_head * GROUP + group_head
         q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
         grad = load_rows(grad_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
         row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
-        total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
-        delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
-        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, None, scale, one, False, PRECISION)
+        total, delta = load_terms(terms_ptr, row, valid)
+        dk, dv = _dkdv_step(q, grad, total, delta, dk, dv, k, v, None, scale, one, False, PRECISION)
     store_key_gradient(dk_ptr, dk * scaling, batch * KV_HEADS + kv_head, columns, kv_len, HEAD_DIM, BLOCK_D)
     store_key_gradient(dv_ptr, dv, batch * KV_HEADS + kv_head, columns, kv_len, V_DIM, BLOCK_DV)
 
@@ -330,8 +334,8 @@ def band_backward(
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len, v_dim = value.shape[1:]
     group = heads // kv_heads
-    total, delta = row_terms(output, grad_output, lse, grad_lse, sink)
-    sink_terms = torch.empty_like(total) if sink is not None else total
+    terms = row_terms(output, grad_output, lse, grad_lse, sink)
+    sink_terms = torch.empty_like(lse) if sink is not None else lse
     dq = torch.empty_like(query)
     dk, dv = key.new_empty(key.shape), value.new_empty(value.shape)
     common = {
@@ -361,8 +365,7 @@ def band_backward(
             key_descriptor(key, block_n),
             key_descriptor(value, block_n),
             grad_output,
-            total,
-            delta,
+            terms,
             dq,
             sink,
             sink_terms,
@@ -387,8 +390,7 @@ def band_backward(
             key_descriptor(key, block_n),
             key_descriptor(value, block_n),
             grad_output,
-            total,
-            delta,
+            terms,
             dk,
             dv,
             ends_ptr=_last_readers(first_key, batch, q_len, kv_len, block_n),

@@ -18,6 +18,7 @@ from .triton_common import (
     LOG2E,
     LOWEST,
     OP_NAMESPACE,
+    add_product,
     check_block_size,
     check_supported,
     finish_softmax,
@@ -49,6 +50,73 @@ _LAUNCH = {
     (4, 128): (32, 32, 4, 2),
     (4, 256): (32, 32, 4, 1),
 }
+
+
+@triton.jit
+def attend_blocks(
+    q,
+    key_desc,
+    value_desc,
+    starts_ptr,
+    masks_ptr,
+    counts_ptr,
+    candidates,
+    batch,
+    kv_head,
+    bit,
+    owned,
+    valid,
+    scale,
+    one,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_START: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Maximum, mass and sum of a tile of rows over the union of its blocks; `bit` is each row's place in the masks."""
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    SPLIT: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    n_whole = tl.load(counts_ptr) * SPLIT
+    n_all = tl.load(counts_ptr + 1) * SPLIT
+    n_clean = n_all
+    if HAS_START:
+        n_clean = n_whole
+    # Loaded one turn ahead, the list's entries do not delay the keys that they name.
+    next_start = tl.load(starts_ptr)
+    next_chosen = tl.load(masks_ptr)
+    for entry in tl.range(0, n_clean):
+        column = next_start + entry % SPLIT * BLOCK_N
+        on = valid & (((next_chosen >> bit) & 1) != 0)
+        following = tl.minimum((entry + 1) // SPLIT, candidates - 1)
+        next_start = tl.load(starts_ptr + following)
+        next_chosen = tl.load(masks_ptr + following)
+        k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
+        v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        if not HAS_START and entry >= n_whole:
+            s = tl.where(column + tl.arange(0, BLOCK_N)[None, :] <= owned[:, None], s, -float("inf"))
+        p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, tl.max(s, 1) * scale, scale, on)
+        acc = add_product(acc * alpha[:, None], p.to(v.dtype), v, one, PRECISION)
+    if HAS_START:
+        last = tl.max(owned, 0)
+        for entry in tl.range(n_whole, n_all):
+            column = tl.load(starts_ptr + entry // SPLIT) + entry % SPLIT * BLOCK_N
+            columns = column + tl.arange(0, BLOCK_N)
+            on = valid & (((tl.load(masks_ptr + entry // SPLIT) >> bit) & 1) != 0)
+            k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
+            v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
+            # Past a short row's end the cache may hold anything, and 0 * NaN is NaN.
+            v = tl.where((columns <= last)[:, None], v, 0.0)
+            s = tl.dot(q, k.T, input_precision=PRECISION)
+            s = tl.where(columns[None, :] <= owned[:, None], s, -float("inf"))
+            p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, tl.max(s, 1) * scale, scale, on)
+            acc = add_product(acc * alpha[:, None], p.to(v.dtype), v, one, PRECISION)
+    return m_i, l_i, acc
 
 
 @triton.jit
@@ -99,41 +167,34 @@ def _block_sparse_fwd_kernel(
     kv_head = tl.program_id(1) % KV_HEADS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     steps, group_head, valid = query_rows(tile, q_len, TILE_Q, GROUP, BLOCK_M)
-    bit = steps - tile * TILE_Q
     heads = kv_head * GROUP + group_head
     owned, _ = query_places(start_ptr, first_ptr, stride_fb, stride_fm, batch, steps, valid, gap, HAS_START, False)
     q_base = q_ptr + batch.to(tl.int64) * stride_qb
     q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
-    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
-    n_whole = tl.load(counts_ptr + unit * 2)
-    n_all = tl.load(counts_ptr + unit * 2 + 1)
-    starts_ptr += unit * candidates
-    masks_ptr += unit * candidates
-    SPLIT: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    for entry in tl.range(0, n_whole * SPLIT):
-        column = tl.load(starts_ptr + entry // SPLIT) + entry % SPLIT * BLOCK_N
-        chosen = tl.load(masks_ptr + entry // SPLIT)
-        k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
-        v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        on = valid & (((chosen >> bit) & 1) != 0)
-        m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, tl.max(s, 1) * scale, scale, one, on, PRECISION)
-    for entry in tl.range(n_whole * SPLIT, n_all * SPLIT):
-        column = tl.load(starts_ptr + entry // SPLIT) + entry % SPLIT * BLOCK_N
-        chosen = tl.load(masks_ptr + entry // SPLIT)
-        columns = column + tl.arange(0, BLOCK_N)
-        k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
-        v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
-        if HAS_START:
-            # Past a short row's end the cache may hold anything, and 0 * NaN is NaN.
-            v = tl.where((columns <= tl.max(owned, 0))[:, None], v, 0.0)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        s = tl.where(columns[None, :] <= owned[:, None], s, -float("inf"))
-        on = valid & (((chosen >> bit) & 1) != 0)
-        m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, tl.max(s, 1) * scale, scale, one, on, PRECISION)
+    m_i, l_i, acc = attend_blocks(
+        q,
+        key_desc,
+        value_desc,
+        starts_ptr + unit * candidates,
+        masks_ptr + unit * candidates,
+        counts_ptr + unit * 2,
+        candidates,
+        batch,
+        kv_head,
+        steps - tile * TILE_Q,
+        owned,
+        valid,
+        scale,
+        one,
+        BLOCK_D,
+        BLOCK_DV,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_SIZE,
+        HAS_START,
+        PRECISION,
+    )
     out, lse = finish_softmax(m_i, l_i, acc, sink_ptr, heads, valid, HAS_SINK)
     out_base = out_ptr + batch.to(tl.int64) * stride_ob
     store_rows(out_base, out, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
@@ -151,7 +212,8 @@ def _block_sparse_forward(
     starts: torch.Tensor,
     masks: torch.Tensor,
     counts: torch.Tensor,
-    choices: torch.Tensor | None,
+    queries: torch.Tensor | None,
+    begins: torch.Tensor | None,
     offsets: torch.Tensor | None,
     query_start: torch.Tensor | None,
     first_key: torch.Tensor | None,
@@ -230,16 +292,17 @@ def _block_sparse_backward(
     starts: torch.Tensor,
     masks: torch.Tensor,
     counts: torch.Tensor,
-    choices: torch.Tensor | None,
+    queries: torch.Tensor | None,
+    begins: torch.Tensor | None,
     offsets: torch.Tensor | None,
     query_start: torch.Tensor | None,
     first_key: torch.Tensor | None,
     block_size: int,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    if choices is None:
-        choices, offsets = inverse_lists(indices, query_start, first_key, block_size, key.shape[2])
-    layouts = SelectionLayouts(starts, masks, counts, choices, offsets)
+    if queries is None:
+        queries, begins, offsets = inverse_lists(indices, query_start, first_key, block_size, key.shape[2])
+    layouts = SelectionLayouts(starts, masks, counts, queries, begins, offsets)
     return block_sparse_backward(
         grad_output,
         grad_lse,
@@ -248,9 +311,9 @@ def _block_sparse_backward(
         value,
         output,
         lse,
-        indices,
         sink,
         layouts,
+        starts.shape[2] // indices.shape[3],
         query_start,
         first_key,
         block_size,
@@ -274,7 +337,7 @@ def _backward(ctx, grad_output, grad_lse):
     saved = ctx.saved_tensors
     grad_output = torch.zeros_like(saved[3]) if grad_output is None else grad_output
     grads = _block_sparse_backward(grad_output, grad_lse, *saved, ctx.block_size, ctx.scaling)
-    return *grads[:3], None, grads[3] if saved[6] is not None else None, *(None,) * 9
+    return *grads[:3], None, grads[3] if saved[6] is not None else None, *(None,) * 10
 
 
 _block_sparse_forward.register_autograd(_backward, setup_context=_keep_for_backward)
@@ -301,6 +364,34 @@ def selection_layouts(
     return SelectionLayouts(*unions, *inverse_lists(indices, rows.query_start, rows.first_key, block_size, kv_len))
 
 
+def laid_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    block_size: int,
+    rows: Rows,
+    layouts: SelectionLayouts | None,
+) -> tuple[torch.Tensor, SelectionLayouts]:
+    """The indices as the kernels take them, and their layouts: those given, or built here.
+
+    Raises:
+        NotImplementedError: a block size or a length that the kernels do not take.
+    """
+    check_block_size(block_size)
+    if key.shape[2] > 2**26:
+        raise NotImplementedError(
+            f"the Triton kernels take up to 2**26 keys, got {key.shape[2]}; use backend='reference'."
+        )
+    if indices.shape[3] == 0:
+        indices = torch.nn.functional.pad(indices, (0, 1), value=-1)
+    indices = indices.to(torch.int32)
+    if layouts is None:
+        layouts = selection_layouts(query, key, value, indices, block_size=block_size, rows=rows, for_backward=False)
+    return indices, layouts
+
+
 def block_sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -323,18 +414,9 @@ def block_sparse_attention(
         NotImplementedError: the reference can do it and this cannot.
     """
     check_supported(query, key, value, scaling=scaling, rows=rows, return_weights=return_weights)
-    check_block_size(block_size)
-    if key.shape[2] > 2**26:
-        raise NotImplementedError(
-            f"the Triton kernels take up to 2**26 keys, got {key.shape[2]}; use backend='reference'."
-        )
     if window:
         raise NotImplementedError("the Triton kernels take `window=0`; use backend='reference' for a merged window.")
-    if indices.shape[3] == 0:
-        indices = torch.nn.functional.pad(indices, (0, 1), value=-1)
-    indices = indices.to(torch.int32)
-    if layouts is None:
-        layouts = selection_layouts(query, key, value, indices, block_size=block_size, rows=rows, for_backward=False)
+    indices, layouts = laid_out(query, key, value, indices, block_size=block_size, rows=rows, layouts=layouts)
     output, lse = _block_sparse_forward(
         query, key, value, indices, sink, *layouts, rows.query_start, rows.first_key, block_size, float(scaling)
     )

@@ -6,13 +6,15 @@ that chose it. Each sum has one owner and one order, so results repeat bitwise.
 
 import torch
 
-from .triton_band_backward import dkdv_step, dq_step, store_key_gradient
+from .triton_band_backward import add_dq, store_key_gradient
 from .triton_common import (
     LOG2E,
+    add_product,
     key_descriptor,
     launch_sizes,
     load_keys,
     load_rows,
+    load_terms,
     may_fuse,
     padded_dim,
     precision_of,
@@ -51,8 +53,7 @@ def _block_sparse_dq_kernel(
     key_desc,
     value_desc,
     grad_ptr,
-    total_ptr,
-    delta_ptr,
+    terms_ptr,
     dq_ptr,
     sink_ptr,
     sink_term_ptr,
@@ -109,41 +110,50 @@ def _block_sparse_dq_kernel(
     q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
     grad = load_rows(grad_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
     row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
-    total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
-    delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
+    total, delta = load_terms(terms_ptr, row, valid)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     exact = tl.zeros((BLOCK_M,), tl.float32)
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
-    n_whole = tl.load(counts_ptr + unit * 2)
-    n_all = tl.load(counts_ptr + unit * 2 + 1)
     starts_ptr += unit * candidates
     masks_ptr += unit * candidates
     SPLIT: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    n_whole = tl.load(counts_ptr + unit * 2) * SPLIT
+    n_all = tl.load(counts_ptr + unit * 2 + 1) * SPLIT
+    n_clean = n_all
+    if HAS_START:
+        n_clean = n_whole
     # Loaded one turn ahead, the list's entries do not delay the keys that they name.
     next_start = tl.load(starts_ptr)
     next_chosen = tl.load(masks_ptr)
-    for entry in tl.range(0, n_whole * SPLIT):
+    for entry in tl.range(0, n_clean):
         column = next_start + entry % SPLIT * BLOCK_N
-        chosen = next_chosen
+        # Subtracting +inf turns a whole row off at no cost per element.
+        shift = tl.where(((next_chosen >> bit) & 1) != 0, total, float("inf"))
         following = tl.minimum((entry + 1) // SPLIT, candidates - 1)
         next_start = tl.load(starts_ptr + following)
         next_chosen = tl.load(masks_ptr + following)
         k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
         v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
-        # Subtracting +inf turns a whole row off at no cost per element.
-        shift = tl.where(((chosen >> bit) & 1) != 0, total, float("inf"))
-        acc, exact = dq_step(q, grad, shift, delta, acc, exact, k, v, None, scale, one, False, HAS_SINK, PRECISION)
-    for entry in tl.range(n_whole * SPLIT, n_all * SPLIT):
-        column = tl.load(starts_ptr + entry // SPLIT) + entry % SPLIT * BLOCK_N
-        chosen = tl.load(masks_ptr + entry // SPLIT)
-        columns = column + tl.arange(0, BLOCK_N)
-        k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
-        v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
-        if HAS_START:
-            k = tl.where((columns <= tl.max(owned, 0))[:, None], k, 0.0)
-        shift = tl.where(((chosen >> bit) & 1) != 0, total, float("inf"))
-        visible = columns[None, :] <= owned[:, None]
-        acc, exact = dq_step(q, grad, shift, delta, acc, exact, k, v, visible, scale, one, True, HAS_SINK, PRECISION)
+        p = tl.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - shift[:, None])
+        if not HAS_START and entry >= n_whole:
+            p = tl.where(column + tl.arange(0, BLOCK_N)[None, :] <= owned[:, None], p, 0.0)
+        dp = tl.dot(grad, v.T, input_precision=PRECISION)
+        acc, exact = add_dq(p, dp, delta, acc, exact, k, one, HAS_SINK, PRECISION)
+    if HAS_START:
+        last = tl.max(owned, 0)
+        for entry in tl.range(n_whole, n_all):
+            column = tl.load(starts_ptr + entry // SPLIT) + entry % SPLIT * BLOCK_N
+            columns = column + tl.arange(0, BLOCK_N)
+            shift = tl.where(((tl.load(masks_ptr + entry // SPLIT) >> bit) & 1) != 0, total, float("inf"))
+            k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
+            v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
+            # Past a short row's end the cache may hold anything, and 0 * NaN is NaN.
+            k = tl.where((columns <= last)[:, None], k, 0.0)
+            visible = columns[None, :] <= owned[:, None]
+            p = tl.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - shift[:, None])
+            p = tl.where(visible, p, 0.0)
+            dp = tl.where(visible, tl.dot(grad, v.T, input_precision=PRECISION), 0.0)
+            acc, exact = add_dq(p, dp, delta, acc, exact, k, one, HAS_SINK, PRECISION)
     dq_base = dq_ptr + batch.to(tl.int64) * stride_dqb
     store_rows(dq_base, acc * scaling, steps, heads, valid, stride_dqh, stride_dqm, stride_dqd, HEAD_DIM, BLOCK_D)
     if HAS_SINK:
@@ -156,12 +166,11 @@ def _block_sparse_dkdv_kernel(
     key_desc,
     value_desc,
     grad_ptr,
-    total_ptr,
-    delta_ptr,
+    terms_ptr,
     dk_ptr,
     dv_ptr,
-    index_ptr,
-    choices_ptr,
+    queries_ptr,
+    begins_ptr,
     offsets_ptr,
     start_ptr,
     first_ptr,
@@ -184,7 +193,6 @@ def _block_sparse_dkdv_kernel(
     one,
     GROUP: tl.constexpr,
     TILE_Q: tl.constexpr,
-    CHOICES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -200,12 +208,12 @@ def _block_sparse_dkdv_kernel(
     batch = tl.program_id(1) // KV_HEADS
     kv_head = tl.program_id(1) % KV_HEADS
     SPLIT: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    TOUCHED: tl.constexpr = 2 if HAS_FIRST else 1
     column = tl.program_id(0) * BLOCK_N
     columns = column + tl.arange(0, BLOCK_N)
-    begin = tl.load(offsets_ptr + tl.program_id(1) * num_blocks + tl.program_id(0) // SPLIT)
-    end = tl.load(offsets_ptr + tl.program_id(1) * num_blocks + tl.program_id(0) // SPLIT + 1)
-    per_row = tl.cast(q_len, tl.int64) * (CHOICES * TOUCHED)
+    offsets_ptr += tl.program_id(1) * num_blocks + tl.program_id(0) // SPLIT
+    begin = tl.load(offsets_ptr)
+    length = (tl.load(offsets_ptr + 1) - begin).to(tl.int32)
+    queries_ptr += begin
     k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
     v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -214,41 +222,35 @@ def _block_sparse_dkdv_kernel(
     grad_base = grad_ptr + batch.to(tl.int64) * stride_gb
     rows = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP + rows % GROUP
-    plain_begin = end
-    if not HAS_FIRST:
-        # The list runs in the order of the queries, and at most BLOCK_SIZE of them own a column of this block.
-        plain_begin = tl.minimum(end, begin + tl.cdiv(BLOCK_SIZE, TILE_Q) * TILE_Q)
-    for entry in tl.range(begin, plain_begin, TILE_Q):
-        place = entry + rows // GROUP
-        valid = (rows // GROUP < TILE_Q) & (place < end)
-        choice = tl.load(choices_ptr + place, mask=valid, other=0) - tl.program_id(1) * per_row
-        steps = tl.where(valid, choice // (CHOICES * TOUCHED), 0).to(tl.int32)
-        q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
-        grad = load_rows(grad_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
-        row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
-        total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
-        delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
-        owned, first = query_places(
-            start_ptr, first_ptr, stride_fb, stride_fm, batch, steps, valid, kv_len - q_len, HAS_START, HAS_FIRST
-        )
-        visible = columns[:, None] <= owned[None, :]
-        if HAS_FIRST:
-            index = tl.program_id(1) * tl.cast(q_len, tl.int64) * CHOICES + choice // TOUCHED
-            block_start = first + tl.load(index_ptr + index, mask=valid, other=0) * BLOCK_SIZE
-            inside = columns[:, None] - block_start[None, :]
-            visible = visible & (inside >= 0) & (inside < BLOCK_SIZE)
-        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, one, True, PRECISION)
-    for entry in tl.range(plain_begin, end, TILE_Q):
-        place = entry + rows // GROUP
-        valid = (rows // GROUP < TILE_Q) & (place < end)
-        choice = tl.load(choices_ptr + place, mask=valid, other=0) - tl.program_id(1) * per_row
-        steps = tl.where(valid, choice // (CHOICES * TOUCHED), 0).to(tl.int32)
-        q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
-        grad = load_rows(grad_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
-        row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
-        total = tl.load(total_ptr + row, mask=valid, other=float("inf"))
-        delta = tl.load(delta_ptr + row, mask=valid, other=0.0)
-        dk, dv = dkdv_step(q, grad, total, delta, dk, dv, k, v, None, scale, one, False, PRECISION)
+    start = kv_len - q_len
+    if HAS_START:
+        start = tl.load(start_ptr + batch).to(tl.int32)
+    # The list runs in the order of the queries, and at most BLOCK_SIZE of them own a column of this block.
+    n_masked = BLOCK_SIZE
+    if HAS_FIRST:
+        n_masked = length
+    for entry in tl.range(0, length, TILE_Q):
+        # Rows past the list's end repeat its last query: what they load exists, and `load_terms` turns them off.
+        place = entry + tl.minimum(rows // GROUP, TILE_Q - 1)
+        valid = (rows // GROUP < TILE_Q) & (place < length)
+        place = tl.minimum(place, length - 1)
+        steps = tl.load(queries_ptr + place)
+        q = load_rows(q_base, steps, heads, None, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
+        grad = load_rows(grad_base, steps, heads, None, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
+        total, delta = load_terms(terms_ptr, (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps, valid)
+        p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * scale - total[None, :])
+        if entry < n_masked:
+            visible = columns[:, None] <= (start + steps)[None, :]
+            if HAS_FIRST:
+                inside = columns[:, None] - tl.load(begins_ptr + begin + place)[None, :]
+                visible = visible & (inside >= 0) & (inside < BLOCK_SIZE)
+            p = tl.where(visible, p, 0.0)
+        dv = add_product(dv, p.to(grad.dtype), grad, one, PRECISION)
+        ds = p * (tl.dot(v, grad.T, input_precision=PRECISION) - delta[None, :])
+        if HAS_START and entry < n_masked:
+            # Past a short row's end the cache may hold anything, and 0 * NaN is NaN.
+            ds = tl.where(columns[:, None] <= (start + steps)[None, :], ds, 0.0)
+        dk = add_product(dk, ds.to(q.dtype), q, one, PRECISION)
     store_key_gradient(dk_ptr, dk * scaling, tl.program_id(1), columns, kv_len, HEAD_DIM, BLOCK_D)
     store_key_gradient(dv_ptr, dv, tl.program_id(1), columns, kv_len, V_DIM, BLOCK_DV)
 
@@ -261,20 +263,20 @@ def block_sparse_backward(
     value: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor,
-    indices: torch.Tensor,
     sink: torch.Tensor | None,
     layouts: SelectionLayouts,
+    tile_q: int,
     query_start: torch.Tensor | None,
     first_key: torch.Tensor | None,
     block_size: int,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients `(dq, dk, dv, dsink)` of attention over the blocks that `layouts` describes."""
+    """Gradients `(dq, dk, dv, dsink)` of attention over the blocks that `layouts`, of tiles of `tile_q`, describes."""
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len, v_dim = value.shape[1:]
-    group, choices = heads // kv_heads, indices.shape[3]
-    total, delta = row_terms(output, grad_output, lse, grad_lse, sink)
-    sink_terms = torch.empty_like(total) if sink is not None else total
+    group = heads // kv_heads
+    terms = row_terms(output, grad_output, lse, grad_lse, sink)
+    sink_terms = torch.empty_like(lse) if sink is not None else lse
     dq = torch.empty_like(query)
     dk, dv = key.new_empty(key.shape), value.new_empty(value.shape)
     common = {
@@ -296,7 +298,6 @@ def block_sparse_backward(
     }
     _, block_n, warps, stages = launch_sizes(_LAUNCH_DQ, query, value)
     block_n = min(block_n, block_size)
-    tile_q = layouts.starts.shape[2] // choices
     block_m = max(16, triton.next_power_of_2(tile_q * group))
     with torch.cuda.device_of(query):
         _block_sparse_dq_kernel[(layouts.starts.shape[1], batch * kv_heads)](
@@ -304,8 +305,7 @@ def block_sparse_backward(
             key_descriptor(key, block_n),
             key_descriptor(value, block_n),
             grad_output,
-            total,
-            delta,
+            terms,
             dq,
             sink,
             sink_terms,
@@ -336,17 +336,15 @@ def block_sparse_backward(
             key_descriptor(key, block_n),
             key_descriptor(value, block_n),
             grad_output,
-            total,
-            delta,
+            terms,
             dk,
             dv,
-            indices.contiguous(),
-            layouts.choices,
+            layouts.queries,
+            layouts.begins,
             layouts.offsets,
             kv_len=kv_len,
             num_blocks=num_blocks,
             TILE_Q=block_m // group,
-            CHOICES=choices,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=warps,

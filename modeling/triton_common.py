@@ -69,13 +69,23 @@ def query_places(
 
 @triton.jit
 def load_rows(base_ptr, steps, heads, valid, stride_h, stride_m, stride_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load `(rows, BLOCK_D)` for pairs of query step and head; zero where a row or a dimension does not exist."""
+    """Load `(rows, BLOCK_D)` for pairs of query step and head; zero where a row or a dimension does not exist.
+
+    `valid` None promises that every row exists, and saves its part of the mask.
+    """
     dims = tl.arange(0, BLOCK_D)
     offsets = heads.to(tl.int64) * stride_h + steps.to(tl.int64) * stride_m
-    mask = valid[:, None]
-    if DIM != BLOCK_D:
-        mask = mask & (dims < DIM)[None, :]
-    return tl.load(base_ptr + offsets[:, None] + dims[None, :] * stride_d, mask=mask, other=0.0)
+    mask = None
+    if valid is not None:
+        mask = valid[:, None]
+        if DIM != BLOCK_D:
+            mask = mask & (dims < DIM)[None, :]
+    elif DIM != BLOCK_D:
+        mask = (dims < DIM)[None, :]
+    other = None
+    if mask is not None:
+        other = 0.0
+    return tl.load(base_ptr + offsets[:, None] + dims[None, :] * stride_d, mask=mask, other=other)
 
 
 @triton.jit
@@ -110,8 +120,11 @@ def add_product(acc, a, b, one, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(s, v, m_i, l_i, acc, row_max, scale, one, on, PRECISION: tl.constexpr):
-    """Take one tile of unscaled logits into the running softmax of the rows where `on` holds (None: all)."""
+def online_softmax(s, m_i, l_i, row_max, scale, on):
+    """Take one tile of unscaled logits into the running maximum and mass of the rows where `on` holds (None: all).
+
+    Returns its probabilities, the factor that earlier ones shrink by, and the new maximum and mass.
+    """
     m_new = tl.maximum(m_i, row_max)
     shift = m_new
     if on is not None:
@@ -120,9 +133,7 @@ def online_softmax(s, v, m_i, l_i, acc, row_max, scale, one, on, PRECISION: tl.c
         shift = tl.where(on, m_new, float("inf"))
     p = tl.exp2(s * scale - shift[:, None])
     alpha = tl.exp2(m_i - m_new)
-    l_i = l_i * alpha + tl.sum(p, 1)
-    acc = add_product(acc * alpha[:, None], p.to(v.dtype), v, one, PRECISION)
-    return m_new, l_i, acc
+    return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
 
 
 @triton.jit
@@ -144,8 +155,7 @@ def _row_terms_kernel(
     lse_ptr,
     grad_lse_ptr,
     sink_ptr,
-    total_ptr,
-    delta_ptr,
+    terms_ptr,
     stride_ob,
     stride_oh,
     stride_om,
@@ -185,8 +195,8 @@ def _row_terms_kernel(
         # The lse leaves the sink out, so its gradient meets probabilities larger by exp(total - lse).
         grad_lse = tl.load(grad_lse_ptr + place, mask=valid, other=0.0) * KERNEL_LOG2E
         delta = delta - tl.where(empty, 0.0, grad_lse * tl.exp2(total - safe))
-    tl.store(total_ptr + place, tl.where(empty, float("inf"), total), mask=valid)
-    tl.store(delta_ptr + place, delta, mask=valid)
+    tl.store(terms_ptr + place * 2, tl.where(empty, float("inf"), total), mask=valid)
+    tl.store(terms_ptr + place * 2 + 1, delta, mask=valid)
 
 
 def row_terms(
@@ -195,16 +205,15 @@ def row_terms(
     lse: torch.Tensor,
     grad_lse: torch.Tensor | None,
     sink: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What every backward pass needs per row of `(batch, heads, q_len)`; `lse` and its gradient are in base 2.
+) -> torch.Tensor:
+    """What every backward pass needs per row, `(batch, heads, q_len, 2)`; `lse` and its gradient are in base 2.
 
     Returns:
-        `(total, delta)`: log-sum-exp with sink, base 2, +inf for a row without keys; the term subtracted from each
-        probability's gradient.
+        `torch.Tensor`: side by side, so that one load brings both: the log-sum-exp with sink in base 2, +inf for a row
+        without keys; and the term subtracted from each probability's gradient.
     """
     batch, heads, q_len, dim = output.shape
-    total = torch.empty((batch, heads, q_len), dtype=torch.float32, device=output.device)
-    delta = torch.empty_like(total)
+    terms = torch.empty((batch, heads, q_len, 2), dtype=torch.float32, device=output.device)
     block_dv = padded_dim(dim)
     with torch.cuda.device_of(output):
         _row_terms_kernel[(triton.cdiv(q_len, 64), batch * heads)](
@@ -213,8 +222,7 @@ def row_terms(
             lse,
             grad_lse.contiguous() if grad_lse is not None else None,
             sink,
-            total,
-            delta,
+            terms,
             *output.stride(),
             *grad_output.stride(),
             heads,
@@ -227,7 +235,14 @@ def row_terms(
             num_warps=4,
             enable_fp_fusion=may_fuse(output),
         )
-    return total, delta
+    return terms
+
+
+@triton.jit
+def load_terms(terms_ptr, row, valid):
+    """Both terms of each row; a row that is not `valid` has +inf for its log-sum-exp and so no probability."""
+    total, delta = tl.split(tl.load(terms_ptr + row[:, None] * 2 + tl.arange(0, 2)[None, :], valid[:, None], 0.0))
+    return tl.where(valid, total, float("inf")), delta
 
 
 @triton.jit

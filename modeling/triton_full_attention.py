@@ -19,6 +19,7 @@ from .triton_common import (
     LOG2E,
     LOWEST,
     OP_NAMESPACE,
+    add_product,
     check_block_size,
     check_supported,
     finish_softmax,
@@ -158,7 +159,8 @@ def _full_attention_fwd_kernel(
             if SCORES > 0:
                 place = score_ptrs + (column - begin) // BLOCK_SIZE * score_step
                 carried = _store_scores(s, scale, row_max, carried, place, here, column, begin, SCORES == 2, SPLIT)
-            m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, row_max, scale, one, None, PRECISION)
+            p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, row_max, scale, None)
+            acc = add_product(acc * alpha[:, None], p.to(v.dtype), v, one, PRECISION)
         for column in tl.range(plain_end, end, BLOCK_N):
             columns = column + tl.arange(0, BLOCK_N)
             k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
@@ -172,7 +174,8 @@ def _full_attention_fwd_kernel(
             if SCORES > 0:
                 place = score_ptrs + (column - begin) // BLOCK_SIZE * score_step
                 carried = _store_scores(s, scale, row_max, carried, place, here, column, begin, SCORES == 2, SPLIT)
-            m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, row_max, scale, one, here, PRECISION)
+            p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, row_max, scale, here)
+            acc = add_product(acc * alpha[:, None], p.to(v.dtype), v, one, PRECISION)
         begin = tl.min(tl.where(valid & (first > begin), first, 2147483647), 0)
 
     out, lse = finish_softmax(m_i, l_i, acc, None, heads, valid, False)

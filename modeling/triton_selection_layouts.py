@@ -27,15 +27,18 @@ class SelectionLayouts(NamedTuple):
         starts (`torch.Tensor`): int32 `(batch * kv_heads, tiles, candidates)`: each block's first column, ascending.
         masks (`torch.Tensor`): int32, like `starts`: bit i is set where query i of the tile chose the block.
         counts (`torch.Tensor`): int32 `(batch * kv_heads, tiles, 2)`: blocks that all queries see whole; all blocks.
-        choices (`torch.Tensor`): int64: positions in the flat indices (each doubled where documents begin anywhere),
-            sorted by the block of columns they touch.
+        queries (`torch.Tensor`): int32: for each choice (two where documents begin anywhere), sorted by the block of
+            columns it touches, the query step that made it.
+        begins (`torch.Tensor`): int32, like `queries`: the first column of the block it chose; empty where blocks of
+            columns and chosen blocks are the same.
         offsets (`torch.Tensor`): int64 `(batch * kv_heads * blocks + 1,)`: where each block's choices begin.
     """
 
     starts: torch.Tensor
     masks: torch.Tensor
     counts: torch.Tensor
-    choices: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
+    begins: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
 
 
@@ -188,8 +191,8 @@ def inverse_lists(
     first_key: torch.Tensor | None,
     block_size: int,
     kv_len: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(choices, offsets)` of `SelectionLayouts`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(queries, begins, offsets)` of `SelectionLayouts`."""
     batch, kv_heads, q_len, choices = indices.shape
     num_blocks = triton.cdiv(kv_len, block_size)
     touched = 1 if first_key is None else 2
@@ -214,7 +217,13 @@ def inverse_lists(
     # A stable sort keeps each block's choices in the order of the queries, which fixes the order of the sums.
     keys, order = torch.sort(keys, stable=True)
     blocks = torch.arange(batch * kv_heads * num_blocks + 1, dtype=torch.int32, device=indices.device)
-    return order, torch.searchsorted(keys, blocks)
+    place = order // touched
+    queries = (place // choices % q_len).int()
+    begins = queries.new_empty(0)
+    if first_key is not None:
+        first = first_key.expand(batch, q_len).repeat_interleave(kv_heads, 0).flatten()
+        begins = (first[place // choices] + indices.flatten()[place] * block_size).int()
+    return queries, begins, torch.searchsorted(keys, blocks)
 
 
 @inverse_lists.register_fake
@@ -222,8 +231,9 @@ def _(indices, query_start, first_key, block_size, kv_len):
     batch, kv_heads, q_len, choices = indices.shape
     touched = 1 if first_key is None else 2
     num_blocks = (kv_len + block_size - 1) // block_size
-    order = indices.new_empty(batch * kv_heads * q_len * choices * touched, dtype=torch.int64)
-    return order, indices.new_empty(batch * kv_heads * num_blocks + 1, dtype=torch.int64)
+    queries = indices.new_empty(batch * kv_heads * q_len * choices * touched, dtype=torch.int32)
+    begins = queries.new_empty(0 if first_key is None else queries.numel())
+    return queries, begins, indices.new_empty(batch * kv_heads * num_blocks + 1, dtype=torch.int64)
 
 
 def most_tile_queries(choices: int) -> int:

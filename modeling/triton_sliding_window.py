@@ -16,6 +16,7 @@ from .triton_common import (
     LOG2E,
     LOWEST,
     OP_NAMESPACE,
+    add_product,
     check_supported,
     finish_softmax,
     key_descriptor,
@@ -45,6 +46,52 @@ _LAUNCH = {
     (4, 128): (32, 32, 4, 2),
     (4, 256): (32, 32, 4, 1),
 }
+
+
+@triton.jit
+def attend_window(
+    q,
+    key_desc,
+    value_desc,
+    batch,
+    kv_head,
+    owned,
+    first,
+    valid,
+    window,
+    scale,
+    one,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_START: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Maximum, mass and sum of a tile of rows over the last keys of each, from the first that any of them sees."""
+    lowest = tl.maximum(first, owned - window + 1)
+    begin = tl.min(tl.where(valid, lowest, 2147483647), 0)
+    end = tl.max(owned, 0) + 1
+    # Between these two columns every row sees every key.
+    plain_begin = tl.max(tl.where(valid, lowest, 0), 0)
+    plain_end = tl.min(tl.where(valid, owned, 2147483647), 0) + 1
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    for column in tl.range(begin, end, BLOCK_N):
+        columns = column + tl.arange(0, BLOCK_N)
+        k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
+        v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
+        if HAS_START:
+            # Past a short row's end the cache may hold anything, and 0 * NaN is NaN.
+            v = tl.where((columns < end)[:, None], v, 0.0)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        if (column < plain_begin) | (column + BLOCK_N > plain_end):
+            visible = (columns[None, :] <= owned[:, None]) & (columns[None, :] >= lowest[:, None])
+            s = tl.where(visible, s, -float("inf"))
+        p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, tl.max(s, 1) * scale, scale, valid)
+        acc = add_product(acc * alpha[:, None], p.to(v.dtype), v, one, PRECISION)
+    return m_i, l_i, acc
 
 
 @triton.jit
@@ -94,24 +141,27 @@ def _sliding_window_fwd_kernel(
     owned, first = query_places(
         start_ptr, first_ptr, stride_fb, stride_fm, batch, steps, valid, gap, HAS_START, HAS_FIRST
     )
-    lowest = tl.maximum(first, owned - window + 1)
-    begin = tl.min(tl.where(valid, lowest, 2147483647), 0)
-    end = tl.max(owned, 0) + 1
     q_base = q_ptr + batch.to(tl.int64) * stride_qb
     q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
-    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    for column in tl.range(begin, end, BLOCK_N):
-        columns = column + tl.arange(0, BLOCK_N)
-        k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
-        v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
-        if HAS_START:
-            # Past a short row's end the cache may hold anything, and 0 * NaN is NaN.
-            v = tl.where((columns < end)[:, None], v, 0.0)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        s = tl.where((columns[None, :] <= owned[:, None]) & (columns[None, :] >= lowest[:, None]), s, -float("inf"))
-        m_i, l_i, acc = online_softmax(s, v, m_i, l_i, acc, tl.max(s, 1) * scale, scale, one, valid, PRECISION)
+    m_i, l_i, acc = attend_window(
+        q,
+        key_desc,
+        value_desc,
+        batch,
+        kv_head,
+        owned,
+        first,
+        valid,
+        window,
+        scale,
+        one,
+        BLOCK_D,
+        BLOCK_DV,
+        BLOCK_M,
+        BLOCK_N,
+        HAS_START,
+        PRECISION,
+    )
     out, lse = finish_softmax(m_i, l_i, acc, sink_ptr, heads, valid, HAS_SINK)
     out_base = out_ptr + batch.to(tl.int64) * stride_ob
     store_rows(out_base, out, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)

@@ -140,9 +140,7 @@ def test_layouts_say_what_the_indices_say():
         assert whole == sum(start + 15 <= 24 + queries[0] for start in listed)
     for block in range(4):
         begin, end = layouts.offsets[block : block + 2].tolist()
-        assert [choice // 3 for choice in layouts.choices[begin:end].tolist()] == [
-            i for i in range(40) if block in chosen[i]
-        ]
+        assert layouts.queries[begin:end].tolist() == [i for i in range(40) if block in chosen[i]]
 
 
 def test_merged_window_and_odd_blocks_are_refused_by_name():
