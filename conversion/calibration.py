@@ -65,7 +65,11 @@ def calibration_for(
         sampled = min(max(SAMPLED_LENGTH, 2 * window), limit)
         # Sampling takes minutes; a window that no text of this length can fit is known before.
         _check_length(sampled, window)
-        return _sampled(source, math.ceil(tokens / sampled), sampled)
+        logger.warning(
+            "No calibration text was given: the conversion is fitted on text that the source samples from itself. "
+            "Text of the kind that the model will read fits better; pass it with --calibrate FILE."
+        )
+        return sample_text(source, math.ceil(tokens / sampled), sampled)
     if isinstance(calibrate, torch.Tensor):
         result = _from_tokens(calibrate, config.vocab_size)
     else:
@@ -147,11 +151,8 @@ class _Progress(BaseStreamer):
 
 
 @torch.no_grad()
-def _sampled(source: FolderSource | GgufSource, rows: int, length: int) -> Calibration:
-    logger.warning(
-        "No calibration text was given: the conversion is fitted on text that the source samples from itself. Text of "
-        "the kind that the model will read fits better; pass it with --calibrate FILE."
-    )
+def sample_text(source: FolderSource | GgufSource, rows: int, length: int) -> Calibration:
+    """`rows` windows of `length` tokens that the source writes itself, always the same ones."""
     model: Any = source.load_model(None)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     bos, generator = model.config.bos_token_id, torch.Generator().manual_seed(0)

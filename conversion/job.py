@@ -23,6 +23,7 @@ from .families import check_supported, dropped_fields, family_of, hysparse_field
 from .faults import Source, checkpoint_map, compare_tensors, same_bits, sha256_of_tensor
 from .fit import FittingPass, LayerFit, fitted_tensor, naive_value
 from .key_map import MAP_VERSION, OPERATIONS, TIED_TARGETS, Entry, target_shapes
+from .ladder import INDEX_REUSE
 from .output import STORED_DTYPES, CheckpointWriter
 from .output_refit import TOKENS_PER_CHANNEL
 from .plan import check_run, layer_plan, measured_layer_plan, parse_ratio
@@ -34,13 +35,6 @@ logger = logging.get_logger(__name__)
 
 INITS = ("fitted", "naive")
 CALIBRATION_TOKENS = 8192
-# Each sparse layer reads the selected blocks of its own keys and values: nothing is new, so nothing needs training.
-TRAINING_FREE = {
-    "share_full_kv": False,
-    "window_branch": "none",
-    "gate_granularity": "none",
-    "attention_sink": False,
-}
 GRANULARITIES = ("elementwise", "headwise", "none")
 _RECORDED_PACKAGES = ("hysparse_hf", "torch", "transformers", "safetensors", "gguf")
 
@@ -112,7 +106,7 @@ class Job:
         self.max_sparse_run = options.max_sparse_run or self.sparse_per_full + 2
         if self.measures_plan:
             check_run(len(plan), plan.count("full"), self.max_sparse_run)
-        switches = TRAINING_FREE if options.keep_kv else {"gate_granularity": options.gate_granularity}
+        switches = INDEX_REUSE.switches if options.keep_kv else {"gate_granularity": options.gate_granularity}
         self.fields = {
             **fields,
             **switches,

@@ -50,6 +50,9 @@ LADDER = (
     Rung(3, "keys and values of the full layer", {}, fitted=True),
 )
 
+# The training-free mode: with each layer's own keys and values there is nothing new, so nothing that needs training.
+INDEX_REUSE = LADDER[1]
+
 
 def rungs_of(config: HySparseConfig) -> tuple[Rung, ...]:
     """The rungs up to the one that a checkpoint of `config` is.
@@ -64,7 +67,7 @@ def rungs_of(config: HySparseConfig) -> tuple[Rung, ...]:
         )
     if config.share_full_kv:
         return LADDER
-    is_mapped = all(getattr(config, field) == value for field, value in LADDER[1].switches.items())
+    is_mapped = all(getattr(config, field) == value for field, value in INDEX_REUSE.switches.items())
     return LADDER[:2] if is_mapped else LADDER[:3]
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from transformers.utils import logging
 
-from .calibration import calibration_for
+from .calibration import calibration_for, sample_text
 from .source import FolderSource, GgufSource
 
 
@@ -42,8 +42,7 @@ def read_texts(source: FolderSource | GgufSource, given: GivenText | None, *, le
     if given is None:
         logger.warning("No text was given: the figures are of text that the source samples from itself.")
         length = min(length, source.load_config().max_position_embeddings)
-        sampled = calibration_for(source, None, tokens=windows * length, length=length, window=length // 2)
-        return [Text("sampled from the source", tuple(ids[:length] for ids in sampled.windows[:windows]))]
+        return [Text("sampled from the source", sample_text(source, windows, length).windows)]
     if isinstance(given, torch.Tensor):
         return [Text("token ids", calibration_for(source, given, tokens=0, length=length, window=1).windows)]
     files = [given] if isinstance(given, str | Path) else given

@@ -14,16 +14,7 @@ from transformers.utils import logging
 
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 
-from .faults import (
-    Source,
-    checkpoint_map,
-    compare_tensors,
-    dense_difference,
-    fitted_changes,
-    module_faults,
-    same_bits,
-    weight_faults,
-)
+from .faults import Source, checkpoint_map, fitted_changes, module_faults, weight_faults
 from .ladder import load_rung, rungs_of
 from .passkey import Passkey, make_passkeys, measure_retrieval
 from .quality import (
@@ -40,17 +31,6 @@ from .quality import (
 from .source import open_source
 from .texts import GivenText, Text, add_text_arguments, read_texts
 
-
-__all__ = [
-    "Source",
-    "checkpoint_map",
-    "compare_tensors",
-    "dense_difference",
-    "module_faults",
-    "same_bits",
-    "verify",
-    "weight_faults",
-]
 
 logger = logging.get_logger(__name__)
 

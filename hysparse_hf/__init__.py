@@ -26,6 +26,7 @@ _PUBLIC = {
     "convert": "hysparse_hf.conversion.convert",
     "compare": "hysparse_hf.conversion.compare",
     "measure_cache_bytes": "hysparse_hf.cache_accounting",
+    "measure_plan": "hysparse_hf.conversion.measure_plan",
     "measure_recall": "hysparse_hf.oracle_recall",
     "predict_cache_bytes": "hysparse_hf.cache_accounting",
     "verify": "hysparse_hf.conversion.verify",

@@ -22,6 +22,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "env": Command("print versions, the card and the back end that would be used", __name__, needs_registration=False),
+    "plan": Command("measure which layers should stay full", "hysparse_hf.conversion.measure_plan"),
     "convert": Command("turn a dense checkpoint into a HySparse checkpoint", "hysparse_hf.conversion.convert"),
     "verify": Command("check a converted checkpoint and measure the ladder to it", "hysparse_hf.conversion.verify"),
     "compare": Command("measure how far one checkpoint is from another", "hysparse_hf.conversion.compare"),

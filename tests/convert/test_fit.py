@@ -185,7 +185,7 @@ def test_ids_that_the_source_does_not_have_are_refused(make_source, tmp_path, id
 
 def test_a_window_longer_than_any_text_is_refused_before_sampling(make_source, monkeypatch):
     source, _ = make_source(max_position_embeddings=30)
-    monkeypatch.setattr("hysparse_hf.conversion.calibration._sampled", None)
+    monkeypatch.setattr("hysparse_hf.conversion.calibration.sample_text", None)
     with pytest.raises(ValueError, match=r"longer than `window` \(30 tokens\), got 30"):
         calibration_for(open_source(source), None, tokens=64, length=64, window=30)
 

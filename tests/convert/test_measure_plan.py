@@ -1,0 +1,41 @@
+"""`hysparse plan` says what `hysparse convert --plan auto` does."""
+
+import pytest
+import torch
+
+from hysparse_hf import cli, convert, measure_plan
+
+
+IDS = torch.randint(3, 97, (3, 48), generator=torch.Generator().manual_seed(2))
+OPTIONS = {"window": 12, "calibrate": IDS}
+
+
+def test_plan_is_that_of_a_conversion(make_source, tmp_path):
+    source, _ = make_source(num_hidden_layers=7)
+    report = measure_plan(source, ratio="1:2", **OPTIONS)
+    record = convert(source, tmp_path / "out", ratio="1:2", budget=16, block_size=8, **OPTIONS)
+    full = [layer for layer, kind in enumerate(record["plan"]) if kind == "full"]
+    assert report["plans"]["auto"]["full"] == full
+    assert report["plans"]["regular"]["full"] == [0, 3, 6]
+    assert report["damage"] == pytest.approx(list(record["damage"].values()), abs=1e-5)
+    assert report["plans"]["auto"]["estimate"] <= report["plans"]["regular"]["estimate"]
+    assert report["calibration"] == record["calibration"]
+
+
+def test_command_prints_layers_and_the_plan_to_give(make_source, letters, tmp_path, capsys):
+    source, _ = make_source()
+    letters.save_pretrained(source)
+    text = tmp_path / "text.txt"
+    text.write_text("Layers differ in what they are worth. " * 40)
+    options = ["--window", "12", "--calibrate", str(text), "--calibration-tokens", "192", "--calibration-length", "96"]
+    assert cli.main(["plan", str(source), *options]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[2:8]] == ["0", "1", "2", "3", "4", "all"]
+    marked = [line.split()[0] for line in printed[2:7] if line.split()[3] == "full"]
+    assert printed[-1] == f"--plan {','.join(marked)}"
+
+
+def test_a_ratio_without_sparse_layers_is_refused(make_source):
+    source, _ = make_source()
+    with pytest.raises(ValueError, match="must have sparse layers to measure, got '1:0'"):
+        measure_plan(source, ratio="1:0", **OPTIONS)
