@@ -108,7 +108,9 @@ def convert(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `hysparse convert`."""
-    parser.add_argument("source", help="checkpoint folder (Llama, Mistral, Qwen2, Qwen3), or a .gguf file")
+    parser.add_argument(
+        "source", help="checkpoint folder (Llama, Mistral, Mixtral, Qwen2, Qwen3, their MoE), or a .gguf file"
+    )
     parser.add_argument("out", help="new or empty folder")
     parser.add_argument("--ratio", default="1:3", help="1:N, N sparse layers to a full one (default: %(default)s)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The dense families that can be converted: one table row each.
+"""The families that can be converted: one table row each. All attend densely; some have mixtures of experts.
 
 A family says which fields of its configuration carry over, which of ours it fixes, and which key map reads its
 tensors. Everything that differs between families is in the table; nothing else branches on the family.
@@ -45,6 +45,7 @@ DROPPED_FIELDS = {
     "use_sliding_window": "the window of the converted model is the `window` option",
     "max_window_layers": "the layer plan says which layers have a window",
     "layer_types": "derived from the layer plan",
+    "router_jitter_noise": "noise on the router's input while pretraining",
     "quantization_config": "a GGUF file's weights are dequantised when it is read",
 }
 
@@ -56,6 +57,7 @@ class Family:
     Args:
         model_type (`str`): the `model_type` of its configuration.
         fields (`tuple[str, ...]`): fields that carry over beside `COMMON_FIELDS`.
+        renamed (`dict[str, str]`): our field -> the source's, where the names differ.
         constants (`dict`): our fields that are the same for every model of the family.
         prefixes (`tuple[str, ...]`): what may stand before `layers.0` in its tensor names: with a head, without.
         key_map (`str`): the table in `key_map.KEY_MAPS` that reads its tensors.
@@ -63,10 +65,21 @@ class Family:
 
     model_type: str
     fields: tuple[str, ...] = ()
+    renamed: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ("model.", "")
     key_map: str = "dense_decoder"
 
+
+ROUTER_FIELDS = ("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
+QWEN_EXPERT_FIELDS = (
+    *ROUTER_FIELDS,
+    "num_experts",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+)
 
 # Architecture (`architectures` of config.json) -> family.
 FAMILIES = {
@@ -77,6 +90,26 @@ FAMILIES = {
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3", fields=("attention_bias",), constants={"use_qk_norm": True, "mlp_bias": False}
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        fields=ROUTER_FIELDS,
+        renamed={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+        constants={"attention_bias": False, "mlp_bias": False, "norm_topk_prob": True},
+        key_map="mixture_of_experts",
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        fields=(*QWEN_EXPERT_FIELDS, "shared_expert_intermediate_size"),
+        renamed={"attention_bias": "qkv_bias"},
+        constants={"attention_output_bias": False, "mlp_bias": False},
+        key_map="mixture_of_experts",
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        fields=(*QWEN_EXPERT_FIELDS, "attention_bias"),
+        constants={"use_qk_norm": True, "mlp_bias": False},
+        key_map="mixture_of_experts",
     ),
 }
 
@@ -110,6 +143,7 @@ def hysparse_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
             in its standard form, and fields missing in the file have the family's defaults.
     """
     values = {name: getattr(config, name) for name in (*COMMON_FIELDS, *family.fields)}
+    values |= {name: getattr(config, theirs) for name, theirs in family.renamed.items()}
     values |= {name: getattr(config, name, absent) for name, absent in OPTIONAL_FIELDS.items()}
     return values | family.constants
 
@@ -117,10 +151,12 @@ def hysparse_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
 def dropped_fields(raw: dict[str, Any], kept: dict[str, Any]) -> dict[str, str]:
     """Fields of a raw source configuration that do not carry over, with the reason."""
     library = set(PreTrainedConfig().to_dict()) | {"torch_dtype", "rope_theta", "rope_scaling", "_name_or_path"}
+    # Either name of the number of experts may stand in a file of any family.
+    read = {*kept, *family_of(raw, "the source")[1].renamed.values(), "num_experts", "num_local_experts"}
     return {
         name: DROPPED_FIELDS.get(name, "not a field of the family")
         for name in sorted(raw)
-        if name not in kept and name not in library
+        if name not in read and name not in library
     }
 
 

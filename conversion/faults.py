@@ -8,6 +8,7 @@ under its own inputs, so that a wrong table is caught too. `dense_difference` is
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def checkpoint_map(source: Source, config: HySparseConfig) -> KeyMap:
     return build_key_map(
         KEY_MAPS[family.key_map],
         {key: info.shape for key, info in source.tensors.items()},
-        target_shapes(config),
+        target_shapes(config, source.tensors),
         prefixes=family.prefixes,
         tied=config.tie_word_embeddings,
     )
@@ -146,16 +147,24 @@ def _what_is_wrong(
     """Say what a wrong tensor holds: another tensor of its layer, its own heads in another order, or other values."""
     if held.shape != tensor.shape:
         return f"has shape {tuple(held.shape)}, the source's {entry.source} has {tuple(tensor.shape)}"
-    layer = entry.source.rpartition(".self_attn.")[0] or entry.source.rpartition(".mlp.")[0]
+    layer = re.match(r".*?layers\.\d+\.", entry.source)
     for other in key_map.entries:
-        is_sibling = layer and other is not entry and other.target and other.source.startswith(f"{layer}.")
+        is_sibling = layer and other is not entry and other.target and other.source.startswith(layer[0])
         if not is_sibling or source.tensors[other.source].shape != tuple(held.shape):
             continue
         if _agrees(other, source.tensor(other.source), held):
             return f"holds the source's {other.source}"
-    order = _head_order(tensor.to(held.dtype), held, HySparseConfig.from_pretrained(converted.path))
+    expected = tensor.to(held.dtype)
+    order = _head_order(expected, held, HySparseConfig.from_pretrained(converted.path))
     if order is not None:
         return f"holds the source's {entry.source} with its heads in the order {order}"
+    if tensor.dim() == 3:
+        order = _order(expected, held)
+        if order is not None:
+            return f"holds the source's {entry.source} with its experts in the order {order}"
+        wrong = [i for i in range(len(held)) if not torch.equal(held[i], expected[i])]
+        swapped = all(torch.equal(held[i].roll(held.shape[1] // 2, 0), expected[i]) for i in wrong)
+        return f"differs from the source's {entry.source} in experts {wrong}" + ", gate and up swapped" * swapped
     difference = (held.double() - tensor.double()).abs().max().item()
     return f"differs from the source's {entry.source} by up to {difference:.3g}"
 
@@ -167,10 +176,16 @@ def _head_order(tensor: torch.Tensor, held: torch.Tensor, config: HySparseConfig
             if tensor.shape[dim] != heads * config.head_dim:
                 continue
             first, second = (part.unflatten(dim, (heads, -1)).movedim(dim, 0) for part in (tensor, held))
-            order = [next((i for i in range(heads) if torch.equal(first[i], head)), -1) for head in second]
-            if sorted(order) == list(range(heads)):
+            order = _order(first, second)
+            if order is not None:
                 return order
     return None
+
+
+def _order(first: torch.Tensor, second: torch.Tensor) -> list[int] | None:
+    """The permutation along the first dimension that makes `second` of `first`, if any."""
+    order = [next((i for i, part in enumerate(first) if torch.equal(part, other)), -1) for other in second]
+    return order if sorted(order) == list(range(len(first))) else None
 
 
 @torch.no_grad()
@@ -198,7 +213,7 @@ def module_faults(
             other = counterparts.get(name)
             difference = float("inf")
             if other is not None:
-                difference = ((other(*inputs) - output).abs().max() / output.abs().max().clamp(min=1e-30)).item()
+                difference = _relative_difference(other(*inputs), output)
             if not difference <= tolerance:
                 faults[name] = max(difference, faults.get(name, 0.0))
 
@@ -215,6 +230,14 @@ def module_faults(
         for handle in handles:
             handle.remove()
     return faults
+
+
+def _relative_difference(actual: torch.Tensor | tuple, expected: torch.Tensor | tuple) -> float:
+    """Largest difference over the largest value; of a router, of its logits and of its weights."""
+    if isinstance(expected, tuple):
+        parts = zip(actual, expected, strict=True)
+        return max(_relative_difference(*pair) for pair in parts if pair[1].is_floating_point())
+    return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
 
 
 @torch.no_grad()

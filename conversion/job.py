@@ -22,7 +22,7 @@ from .damage import Damage, DamagePass
 from .families import check_supported, dropped_fields, family_of, hysparse_fields
 from .faults import Source, checkpoint_map, compare_tensors, same_bits, sha256_of_tensor
 from .fit import FittingPass, LayerFit, fitted_tensor, naive_value
-from .key_map import MAP_VERSION, OPERATIONS, TIED_TARGETS, Entry, target_shapes
+from .key_map import MAP_VERSION, OPERATIONS, TIED_TARGETS, Entry, fused_experts, target_shapes
 from .ladder import INDEX_REUSE
 from .output import STORED_DTYPES, CheckpointWriter
 from .output_refit import TOKENS_PER_CHANNEL
@@ -129,7 +129,7 @@ class Job:
         """The configuration and the key map of a plan."""
         self.config = HySparseConfig(**self.fields, layer_plan=plan)
         self.config.auto_map = dict(AUTO_MAP)
-        self.shapes = target_shapes(self.config)
+        self.shapes = target_shapes(self.config, self.source.tensors)
         self.key_map = checkpoint_map(self.source, self.config)
         self.entry_of = {entry.target: entry for entry in self.key_map.entries if entry.target is not None}
         self.dtype = self.config.dtype = self._dtype_of(self.entry_of["model.embed_tokens.weight"].source)
@@ -193,7 +193,9 @@ class Job:
         return fitted_tensor(layer[2], fit.values, self.config) if layer and fit else None
 
     def mapped(self, target: str) -> torch.Tensor:
-        """One target tensor from the source."""
+        """One target tensor from the source; fused experts also where each lies by itself."""
+        if target not in self.entry_of:
+            return fused_experts(target, self.config.num_experts, self.mapped)
         entry = self.entry_of[target]
         return OPERATIONS[entry.operation].apply(self.source.tensor(entry.source))
 

@@ -5,7 +5,7 @@ is a new parameter with a named initial value; `source_tensor` is the inverse.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ OPERATIONS = {"copy": Operation(apply=lambda tensor: tensor, invert=lambda tenso
 
 
 class Rule(NamedTuple):
-    """One row: names with `{layer}` and `{part}` open; target None drops the tensor for `reason`."""
+    """One row: names with `{layer}`, `{expert}` and `{part}` open; target None drops the tensor for `reason`."""
 
     source: str
     target: str | None
@@ -65,7 +65,39 @@ DENSE_DECODER = (
     Rule("model.rotary_emb.inv_freq", None, reason="computed from the configuration when built"),
 )
 
-KEY_MAPS = {"dense_decoder": DENSE_DECODER}
+# An expert may lie by itself or in the fused tensors of its layer, and stays as it lies: the model loads both.
+MIXTURE_OF_EXPERTS = (
+    *DENSE_DECODER,
+    _kept("model.layers.{layer}.mlp.gate.weight"),
+    _kept("model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight"),
+    _kept("model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"),
+    _kept("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"),
+    _kept("model.layers.{layer}.mlp.experts.gate_up_proj"),
+    _kept("model.layers.{layer}.mlp.experts.down_proj"),
+    _kept("model.layers.{layer}.mlp.shared_expert.gate_proj.weight"),
+    _kept("model.layers.{layer}.mlp.shared_expert.up_proj.weight"),
+    _kept("model.layers.{layer}.mlp.shared_expert.down_proj.weight"),
+    _kept("model.layers.{layer}.mlp.shared_expert_gate.weight"),
+    # Mixtral has names of its own.
+    Rule("model.layers.{layer}.block_sparse_moe.gate.weight", "model.layers.{layer}.mlp.gate.weight"),
+    Rule(
+        "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+        "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+    ),
+    Rule(
+        "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
+        "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+    ),
+    Rule(
+        "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
+        "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
+    ),
+)
+
+KEY_MAPS = {"dense_decoder": DENSE_DECODER, "mixture_of_experts": MIXTURE_OF_EXPERTS}
+
+# Fused tensor of a layer's experts -> what each expert's part of it is made of, by rows.
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 # Parameters without a source -> name of the initial value (see `fit.initial_value`).
 NEW_PARAMETERS = {
@@ -80,7 +112,7 @@ NEW_PARAMETERS = {
 # Target -> target that it shares storage with when the embeddings are tied.
 TIED_TARGETS = {"lm_head.weight": "model.embed_tokens.weight"}
 
-_OPEN = {"{layer}": r"(?P<layer>\d+)", "{part}": r"(?P<part>weight|bias)"}
+_OPEN = {"{layer}": r"(?P<layer>\d+)", "{expert}": r"(?P<expert>\d+)", "{part}": r"(?P<part>weight|bias)"}
 
 
 @dataclass(frozen=True)
@@ -209,9 +241,45 @@ def _text(shape: Iterable[int]) -> str:
     return "(" + ", ".join(map(str, shape)) + ")"
 
 
-def target_shapes(config: HySparseConfig) -> dict[str, tuple[int, ...]]:
-    """Every key that a checkpoint of this configuration stores, with its shape."""
+def target_shapes(config: HySparseConfig, sources: Iterable[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Every key that a checkpoint of this configuration stores, with its shape.
+
+    Args:
+        config (`HySparseConfig`): of the checkpoint.
+        sources (`Iterable[str]`): keys of the source; where an expert lies by itself there, each does here.
+    """
     with torch.device("meta"):
         state = HySparseForCausalLM(config).state_dict()
     tied = TIED_TARGETS if config.tie_word_embeddings else {}
-    return {key: tuple(tensor.shape) for key, tensor in state.items() if key not in tied}
+    shapes = {key: tuple(tensor.shape) for key, tensor in state.items() if key not in tied}
+    if not any(re.search(r"\.experts\.\d+\.", key) for key in sources):
+        return shapes
+    return {name: part for key, shape in shapes.items() for name, part in _separated(key, shape)}
+
+
+def _separated(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Keys and shapes of the experts in a fused tensor; any other tensor is itself."""
+    experts, is_fused, name = key.rpartition(".experts.")
+    if not is_fused:
+        yield key, shape
+        return
+    for expert in range(shape[0]):
+        for part in EXPERT_PARTS[name]:
+            yield f"{experts}.experts.{expert}.{part}.weight", (shape[1] // len(EXPERT_PARTS[name]), shape[2])
+
+
+def fused_experts(key: str, number: int, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """The fused tensor `key` of a layer's experts, from experts that lie by themselves.
+
+    Args:
+        key (`str`): a target key such as `model.layers.0.mlp.experts.down_proj`.
+        number (`int`): of experts.
+        read (`Callable`): gives a target tensor.
+    """
+    experts, _, name = key.rpartition(".")
+    return torch.stack(
+        [
+            torch.cat([read(f"{experts}.{expert}.{part}.weight") for part in EXPERT_PARTS[name]])
+            for expert in range(number)
+        ]
+    )

@@ -89,8 +89,7 @@ class LayerStream:
         self, layer: HySparseDecoderLayer, hidden: torch.Tensor, attended: torch.Tensor
     ) -> torch.Tensor:
         """Add the attention's output `(length, hidden)` and the feed-forward network's to the hidden states."""
-        hidden = hidden + attended[None]
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return layer.feed_forward(hidden + attended[None])[0]
 
     def head(self) -> tuple[HySparseRMSNorm, torch.Tensor]:
         """The last norm, and the head's weight `(vocabulary, hidden)`."""

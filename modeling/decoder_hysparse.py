@@ -280,7 +280,11 @@ class HySparseDecoderLayer(GradientCheckpointingLayer):
         and recorded ones lose theirs under reentrant checkpointing.
         """
         attended, _, *given = self.self_attn(self.input_layernorm(hidden_states), *shared, **kwargs)
-        hidden_states = hidden_states + attended
+        hidden_states, router_logits = self.feed_forward(hidden_states + attended)
+        return hidden_states, *given, router_logits
+
+    def feed_forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states plus what the network makes of them; with a mixture of experts also the router's logits."""
         fed = self.mlp(self.post_attention_layernorm(hidden_states))
         fed, router_logits = fed if isinstance(fed, tuple) else (fed, None)
-        return hidden_states + fed, *given, router_logits
+        return hidden_states + fed, router_logits

@@ -208,12 +208,21 @@ MEASURED = """
 """
 
 
-def test_H09_peak_memory_stays_below_two_shards(make_source, tmp_path):
+# Of about 200 MB; an expert of the second is 2 MB.
+LARGE = {
+    "dense": ("Llama", {"intermediate_size": 2048}),
+    "experts": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 320}),
+}
+
+
+@pytest.mark.parametrize(("family", "widths"), LARGE.values(), ids=LARGE)
+def test_H09_peak_memory_stays_below_two_shards(make_source, tmp_path, family, widths):
     """Eight shards of about 20 MB. Reading mapped files counts: resident memory is what is measured."""
     pytest.importorskip("psutil")
     source, _ = make_source(
+        family,
+        **widths,
         hidden_size=512,
-        intermediate_size=2048,
         num_hidden_layers=9,
         num_attention_heads=8,
         head_dim=64,
