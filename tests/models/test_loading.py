@@ -400,6 +400,18 @@ class TestInitialisation:
             for name, tensor in model.state_dict().items():
                 assert torch.equal(found[name], tensor), name
 
+    @pytest.mark.parametrize("missing", ["self_attn.sink_local", "self_attn.gate_local_proj.bias"])
+    def test_a_missing_parameter_resets_no_other_of_its_module_E01(self, tmp_path, missing):
+        model = tiny_model()
+        model.save_pretrained(tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(missing)}
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        found = HySparseForCausalLM.from_pretrained(tmp_path).state_dict()
+        kept = {name for name, tensor in model.state_dict().items() if torch.equal(found[name], tensor)}
+        assert found.keys() - kept == {name for name in found if name.endswith(missing)}
+        assert all((found[name] == 0).all() for name in found.keys() - kept)
+
 
 # Per switch setting, parts of parameter names that the specification leaves without a gradient.
 WITHOUT_GRADIENT = {"dense": ("gate_", "sink_")}
