@@ -28,6 +28,7 @@ from .cache_layers_hysparse import (
     refill,
     refuse_crop,
 )
+from .cache_pending_hysparse import PendingStates, without_last
 from .rows_hysparse import Rows, TokenLayout, layout_of_length, layout_of_mask
 
 
@@ -39,13 +40,21 @@ class HySparseCache(DynamicCache):
         max_cache_len (`int`, *optional*): allocate for this many tokens, once and for all; default: grow.
         offloading (`bool`): keep full layers in host memory between their turns, fetching each ahead of its turn.
         slack (`int`): tokens that window layers keep beyond the window, so that `crop` can undo that many.
+        count_tokens (`bool`): count in `processed_tokens` how many tokens, padding included, go through each half of a
+            second generation model while it uses this cache.
     Raises:
         ValueError: a length that is not positive, or offloading of a cache that must not move.
     Source: HySparse (arXiv:2602.03560), section 3.3: sparse layers keep no full-length keys and values.
     """
 
     def __init__(
-        self, config, max_cache_len: int | None = None, offloading: bool = False, *, slack: int = WINDOW_SLACK
+        self,
+        config,
+        max_cache_len: int | None = None,
+        offloading: bool = False,
+        *,
+        slack: int = WINDOW_SLACK,
+        count_tokens: bool = False,
     ):
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(
@@ -65,6 +74,10 @@ class HySparseCache(DynamicCache):
         self._max_cache_len = max_cache_len
         self.offloading = offloading
         self._v_head_dim = config.v_head_dim
+        # Second generation: states not yet projected, and the layers whose keys they will be.
+        self.pending: list[PendingStates] = []
+        self._bridged = [source is not None for source in getattr(config, "bridge_plan", config.cache_plan)]
+        self.processed_tokens: dict[str, int] | None = {"self": 0, "cross": 0} if count_tokens else None
         self._prefetch_stream: torch.cuda.Stream | None = None
         # Visible tokens per row, once a mask was given; None while every slot of every row is a token.
         self.row_counts: torch.Tensor | None = None
@@ -184,6 +197,11 @@ class HySparseCache(DynamicCache):
             self.length.add_(q_len)
             self._is_empty = False
 
+    def count_processed(self, half: str, rows: int, tokens: int) -> None:
+        """Note that `rows` times `tokens` went through a half, `"self"` or `"cross"`, if they are to be counted."""
+        if self.processed_tokens is not None:
+            self.processed_tokens[half] += rows * tokens
+
     def _make_counters(self, states: torch.Tensor) -> None:
         self.row_counts = fixed_zeros(states.shape[:1], states, torch.long)
         self.row_lost = fixed_zeros(states.shape[:1], states, torch.long)
@@ -227,20 +245,27 @@ class HySparseCache(DynamicCache):
             RuntimeError: window layers no longer hold the window before the cut.
         """
         check_crop_count(tokens_to_remove, int(self.get_seq_length()))
+        waiting = sum(states.length for states in self.pending)
+        counts = [tokens_to_remove + min(waiting, -tokens_to_remove) * bridged for bridged in self._bridged]
         # A draft that leaves the model early fills the first layers only.
-        filled = [layer for layer in self.layers if isinstance(layer, StoredLayer) and layer.is_initialized]
+        filled = [
+            (layer, count)
+            for layer, count in zip(self.layers, counts, strict=True)
+            if isinstance(layer, StoredLayer) and layer.is_initialized
+        ]
         if self.row_counts is None:
-            for layer in filled:
-                layer.check_crop(tokens_to_remove)
+            for layer, count in filled:
+                layer.check_crop(count)
         else:
             self._check_windows(tokens_to_remove)
             self.removed -= tokens_to_remove
+        self.pending = without_last(self.pending, -tokens_to_remove)
         if self.max_cache_len is not None:
             if not self._is_empty:
                 self.length += tokens_to_remove
             return
-        for layer in filled:
-            layer.crop(tokens_to_remove, self.row_counts, self.removed)
+        for layer, count in filled:
+            layer.crop(count, self.row_counts, self.removed)
         window = self._window()
         if self.row_lost is not None and window is not None:
             self.row_lost = torch.maximum(self.row_lost, self.row_counts - window.size)
@@ -257,6 +282,7 @@ class HySparseCache(DynamicCache):
     def reset(self) -> None:
         super().reset()
         self._is_empty = True
+        self.pending = []
         if self.max_cache_len is None:
             self.row_counts = self.row_lost = None
             self.removed = 0
@@ -267,19 +293,20 @@ class HySparseCache(DynamicCache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._settle()
         super().reorder_cache(beam_idx)
-        self._transform_counts(lambda counts: counts.index_select(0, beam_idx.to(counts.device)))
+        self._transform_rest(lambda states: states.index_select(0, beam_idx.to(states.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._settle()
         super().batch_repeat_interleave(repeats)
-        self._transform_counts(lambda counts: counts.repeat_interleave(repeats, dim=0))
+        self._transform_rest(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._settle()
         super().batch_select_indices(indices)
-        self._transform_counts(lambda counts: counts[indices.to(counts.device)])
+        self._transform_rest(lambda states: states[indices.to(states.device)])
 
-    def _transform_counts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _transform_rest(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.pending = [states.changed(change) for states in self.pending]
         if self.row_counts is not None:
             self._count("row_counts", change(self.row_counts))
             self._count("row_lost", change(self.row_lost))

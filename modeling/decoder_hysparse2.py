@@ -1,9 +1,12 @@
 """The second generation's decoder layer: what differs from the first (see `decoder_hysparse`)."""
 
+from collections.abc import Sequence
+
 import torch
 
 from .attention_hysparse import full_attention_with_token_oracle, sliding_window_attention, token_sparse_attention
 from .cache_hysparse import HySparseCache
+from .cache_pending_hysparse import PendingStates
 from .configuration_hysparse2 import SELF_OUTPUT, HySparse2Config
 from .decoder_hysparse import HySparseAttention, HySparseDecoderLayer, States
 from .layers_hysparse import HySparseRMSNorm, Rotation
@@ -19,9 +22,9 @@ class HySparse2Attention(HySparseAttention):
 
     def __init__(self, config: HySparse2Config, layer_idx: int):
         super().__init__(config, layer_idx)
-        source = config.bridge_plan[layer_idx]
+        self.source = config.bridge_plan[layer_idx]
         self.offers_states = config.bridge_source == "normed" and layer_idx in config.bridge_plan
-        if config.bridge_source == "residual" and source not in (None, SELF_OUTPUT):
+        if config.bridge_source == "residual" and self.source not in (None, SELF_OUTPUT):
             self.bridge_norm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @property
@@ -49,6 +52,7 @@ class HySparse2Attention(HySparseAttention):
         *,
         key_layout: TokenLayout,
         key_rotations: dict[str, Rotation],
+        pending: Sequence[PendingStates] = (),
         cache: HySparseCache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor | None, ...]:
@@ -59,19 +63,27 @@ class HySparse2Attention(HySparseAttention):
                 the self-decoder: what this layer's keys and values are projected from.
             key_layout (`TokenLayout`), key_rotations (`dict`): of all new tokens; `layout` and `rotations` are those
                 of `hidden_states`.
+            pending (`Sequence[PendingStates]`): earlier tokens whose keys and values are still to be made.
         """
         own_states = None
         if bridged_states is not None:
-            own_states = self.bridged_keys_and_values(bridged_states, key_layout, key_rotations, cache)
+            own_states = self.bridged_keys_and_values(bridged_states, key_layout, key_rotations, pending, cache)
         results = super().forward(
             hidden_states, shared_key, shared_value, shared_indices, cache=cache, own_states=own_states, **kwargs
         )
         return *results, hidden_states if self.offers_states else None
 
     def bridged_keys_and_values(
-        self, states: torch.Tensor, layout: TokenLayout, rotations: dict[str, Rotation], cache: HySparseCache | None
+        self,
+        states: torch.Tensor,
+        layout: TokenLayout,
+        rotations: dict[str, Rotation],
+        pending: Sequence[PendingStates],
+        cache: HySparseCache | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `keys_and_values`, of the self-decoder's states."""
+        """As `keys_and_values`, of the self-decoder's states, earlier ones first."""
+        for earlier in pending:
+            self.bridged_keys_and_values(earlier.states[self.source], earlier.layout, earlier.rotations, (), cache)
         if hasattr(self, "bridge_norm"):
             states = self.bridge_norm(states)
         return self.keys_and_values(states, layout.to(states.device), rotations, cache)
@@ -114,6 +126,6 @@ class HySparse2DecoderLayer(HySparseDecoderLayer):
         if hidden_states.shape[1]:
             return super().forward(hidden_states, *shared, **kwargs)
         if shared[3] is not None:
-            names = ("key_layout", "key_rotations", "cache")
+            names = ("key_layout", "key_rotations", "pending", "cache")
             self.self_attn.bridged_keys_and_values(shared[3], *(kwargs[name] for name in names))
         return hidden_states, None, None, None, None, None

@@ -7,6 +7,7 @@ logits are asked for go through the cross-decoder.
 import torch
 
 from .cache_hysparse import HySparseCache
+from .cache_pending_hysparse import PendingStates
 from .configuration_hysparse2 import SELF_OUTPUT, HySparse2Config
 from .decoder_hysparse2 import HySparse2Attention, HySparse2DecoderLayer
 from .layers_hysparse import HySparseRMSNorm, Rotation
@@ -72,13 +73,22 @@ class HySparse2Model(HySparse2PreTrainedModel, HySparseModel):
         bridge: dict[int | str, torch.Tensor] = {}
         shared: tuple[torch.Tensor | None, ...] = (None, None, None)
         selected, routed = [], []
+        pending: list[PendingStates] = []
         layers = self._used_layers()
+        if cache is not None:
+            cache.count_processed("self", *hidden_states.shape[:2])
         for index, (kind, layer) in enumerate(layers):
             if index == border:
                 if SELF_OUTPUT in plan:
                     bridge[SELF_OUTPUT] = self.bridge_norm(hidden_states)
                 if leaves_early:
                     hidden_states, queries = _kept(hidden_states, layout, rotations, logits_to_keep)
+                if cache is not None:
+                    cache.count_processed("cross", *hidden_states.shape[:2])
+                    if self.config.bridge_materialization == "lazy" and not hidden_states.shape[1]:
+                        cache.pending.append(PendingStates.of(bridge, layout, rotations))
+                        break
+                    pending, cache.pending = cache.pending, []
             residual = hidden_states
             hidden_states, *given, normed, router_logits = layer(
                 hidden_states,
@@ -87,6 +97,7 @@ class HySparse2Model(HySparse2PreTrainedModel, HySparseModel):
                 **queries,
                 key_layout=layout,
                 key_rotations=rotations,
+                pending=pending,
                 cache=cache,
                 output_attentions=output_attentions or self.config.output_attentions,
                 output_selected_indices=output_selected_indices,
