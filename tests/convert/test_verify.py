@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hysparse_hf import HySparseConfig, HySparseForCausalLM, cli, compare, verify
-from hysparse_hf.conversion.faults import sha256_of_tensor, weight_faults
+from hysparse_hf import HySparseConfig, HySparseForCausalLM, cli, compare, convert, verify
+from hysparse_hf.conversion.faults import dense_difference, module_faults, sha256_of_tensor, weight_faults
 from hysparse_hf.conversion.ladder import LADDER, load_rung, rung_config, rungs_of
 from hysparse_hf.conversion.quality import attention_errors, compare_predictions, predict, record_attention
 from hysparse_hf.conversion.source import open_source
@@ -216,6 +216,29 @@ def test_new_parameter_that_is_not_finite_is_named(converted, edit):
     name = "model.layers.1.self_attn.sink_local"
     edit.tensors(out / "model.safetensors", lambda tensors: tensors[name].fill_(math.nan))
     assert weight_faults(source, out) == [f"{name}: holds values that are not finite"]
+
+
+def test_fitted_conversion_passes_with_its_projections_named(make_source, tmp_path, token_ids):
+    source, model = make_source()
+    calibration = torch.randint(3, 97, (10, 64), generator=torch.Generator().manual_seed(2))
+    convert(source, tmp_path / "out", plan=[0, 2], calibrate=calibration, budget=16, block_size=8, window=12)
+    report = verify(source, tmp_path / "out", text=token_ids, samples=0)
+    assert report["faults"] == []
+    fitted = report["tensors"]["fitted"]
+    assert list(fitted) == [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (1, 3, 4)]
+    assert all(change > 0.1 for change in fitted.values())
+    assert report["tensors"]["equal"] + len(fitted) == len(model.state_dict())
+    assert dense_difference(source, tmp_path / "out", token_ids) < 1e-5 * report["dense_difference"]["largest_logit"]
+    assert module_faults(source, tmp_path / "out", token_ids) == {}
+
+
+def test_training_free_conversion_is_rung_1(make_source, convert_naive, token_ids):
+    source, _ = make_source()
+    out = convert_naive(source, keep_kv=True)
+    report = verify(source, out, text=token_ids, samples=0)
+    assert [rung["rung"] for rung in report["ladder"]] == [0, 1]
+    assert report["ladder"][1]["kl"] == pytest.approx(compare(source, out, text=token_ids)["kl"], rel=1e-5)
+    assert report["tensors"]["new"] == 0
 
 
 @pytest.fixture
