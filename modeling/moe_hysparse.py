@@ -13,10 +13,9 @@ from .configuration_hysparse import HySparseConfig
 from .layers_hysparse import HySparseMLP
 
 
-# Under our model type, so that it also holds for a checkpoint's own copy of the code.
-register_checkpoint_conversion_mapping(
-    HySparseConfig.model_type, get_checkpoint_conversion_mapping("qwen3_moe"), overwrite=True
-)
+# Under our model types, of both generations, so that it also holds for a checkpoint's own copy of the code.
+for _model_type in (HySparseConfig.model_type, "hysparse2"):
+    register_checkpoint_conversion_mapping(_model_type, get_checkpoint_conversion_mapping("qwen3_moe"), overwrite=True)
 
 
 class HySparseExperts(Qwen3MoeExperts):

@@ -241,6 +241,48 @@ MUTANTS = {
         "vocab_size=self.config.vocab_size)",
         f"{TRAINING}::TestLoss::test_is_the_summed_cross_entropy_over_the_item_count_F02",
     ),
+    "router-weights-as-they-are": Mutant(
+        "modeling/moe_hysparse.py",
+        "if self.norm_topk_prob:",
+        "if False:",
+        "tests/models/test_moe.py::TestMeaning::test_equals_the_loops_in_float64",
+    ),
+    "shared-expert-without-gate": Mutant(
+        "modeling/moe_hysparse.py",
+        "torch.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)",
+        "self.shared_expert(tokens)",
+        "tests/models/test_moe.py::TestMeaning::test_equals_the_loops_in_float64",
+    ),
+    "balance-counts-padding": Mutant(
+        "modeling/moe_hysparse.py",
+        "attention_mask = attention_mask[:, -q_len:]",
+        "attention_mask = None",
+        "tests/models/test_moe.py::TestModel::test_balance_counts_no_padding",
+    ),
+    "balance-without-gradient": Mutant(
+        "modeling/decoder_hysparse.py",
+        "return hidden_states, *given, router_logits",
+        "return hidden_states, *given, router_logits if router_logits is None else router_logits.detach()",
+        "tests/models/test_moe.py::TestAgainstTheLibrary::test_loss_with_balance_and_its_gradients",
+    ),
+    "classifier-reads-the-last-slot": Mutant(
+        "modeling/inputs_hysparse.py",
+        "slots = slots * layout.visible[:, -q_len:]",
+        "pass",
+        "tests/models/test_classification.py::TestPooling::test_reads_each_rows_last_visible_token",
+    ),
+    "classifier-loss-not-divided-by-steps": Mutant(
+        MODEL,
+        "accepts_loss_kwargs = False",
+        "accepts_loss_kwargs = True",
+        "tests/models/test_classification.py::TestTraining::test_accumulated_steps_equal_one_large_step",
+    ),
+    "gate-and-up-of-fused-experts-swapped": Mutant(
+        "conversion/key_map.py",
+        '("gate_proj", "up_proj")',
+        '("up_proj", "gate_proj")',
+        "tests/convert/test_experts.py::test_the_fit_is_the_same_in_both_layouts",
+    ),
     "gates-start-anywhere": Mutant(
         MODEL,
         "isinstance(module, (HySparseAttention, HySparseGate))",

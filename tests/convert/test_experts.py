@@ -36,8 +36,8 @@ LAYOUTS = pytest.mark.parametrize("fused", [False, True], ids=["per-expert", "fu
 def make_experts(make_source):
     """Factory: a source of a family in `FAMILIES`, its experts each by themselves or fused; `(folder, model)`."""
 
-    def make(name, fused=False, **options):
-        family, fields = FAMILIES[name]
+    def make(row, fused=False, **options):
+        family, fields = FAMILIES[row]
         source, model = make_source(family, **fields | options)
         if fused:
             state = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
@@ -139,22 +139,16 @@ def test_dry_run_names_the_experts(make_experts, tmp_path, capsys):
     assert line.split()[-1] == "model.layers.3.mlp.experts.1.up_proj.weight"
 
 
-@LAYOUTS
-def test_the_fit_reads_fused_experts(make_experts, tmp_path, token_ids, fused):
-    source, _ = make_experts("qwen2-moe", fused)
-    out = tmp_path / "out"
-    record = convert(
-        source,
-        out,
-        calibrate=token_ids,
-        plan="regular",
-        budget=16,
-        block_size=8,
-        window=12,
-        gate_granularity="headwise",
-    )
-    assert set(record["fit"]) == {"1", "2", "3"}
-    assert weight_faults(source, out) == []
+def test_the_fit_is_the_same_in_both_layouts(make_experts, tmp_path, token_ids):
+    options = {"calibrate": token_ids, "plan": "regular", "budget": 16, "block_size": 8, "window": 12}
+    fits = []
+    for fused in (False, True):
+        source, _ = make_experts("qwen2-moe", fused, name=f"source-{fused}")
+        record = convert(source, tmp_path / f"out-{fused}", **options)
+        assert weight_faults(source, tmp_path / f"out-{fused}") == []
+        fits.append(record["fit"])
+    assert set(fits[0]) == {"1", "2", "3"}
+    assert fits[0] == fits[1]
 
 
 def test_fused_experts_of_separate_ones():

@@ -1,5 +1,7 @@
 """Mixtures of experts: equal to the library's blocks and models, in every back end, checkpoint layout and wrapper."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -19,7 +21,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from hysparse_hf import HySparseConfig, HySparseForCausalLM
+from hysparse_hf import HySparse2Config, HySparse2ForCausalLM, HySparseConfig, HySparseForCausalLM
 from hysparse_hf.modeling.moe_hysparse import HySparseMoE
 
 
@@ -282,6 +284,48 @@ class TestModel:
         assert (expected.exp() * (expected - actual)).sum(-1).mean() < 1e-3
 
 
+class TestWrappers:
+    @pytest.mark.parametrize(
+        "targets",
+        [
+            {"target_modules": "all-linear"},
+            {
+                "target_modules": ["q_proj"],
+                "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            },
+        ],
+        ids=["all-linear", "experts"],
+    )
+    def test_lora_trains_and_reloads_G01(self, tmp_path, targets):
+        peft = pytest.importorskip("peft")
+        base = moe_model()
+        model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(task_type="CAUSAL_LM", **targets))
+        optimizer = torch.optim.SGD((part for part in model.parameters() if part.requires_grad), lr=0.1)
+        losses = []
+        for _ in range(2):
+            loss = model(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[1] < losses[0]
+        model.eval().save_pretrained(tmp_path)
+        loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
+        with torch.no_grad():
+            assert torch.equal(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+    def test_trainer_evaluates_with_the_balance_in_the_loss_F04(self, tmp_path):
+        model = moe_model(output_router_logits=True, router_aux_loss_coef=1.0)
+        rows = [{"input_ids": row, "labels": row} for row in IDS]
+        settings = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to=[], disable_tqdm=True)
+        shapes = {"compute_metrics": lambda found: {"rows": found.predictions.shape[0]}}
+        found = transformers.Trainer(model, settings, eval_dataset=rows, **shapes).evaluate()
+        with torch.no_grad():
+            plain, with_balance = (model(IDS, labels=IDS, output_router_logits=asked) for asked in (False, True))
+        assert found["eval_rows"] == 2
+        assert found["eval_loss"] == pytest.approx((plain.loss + with_balance.aux_loss).item(), rel=1e-5)
+
+
 class TestCheckpoints:
     def test_each_expert_is_stored_by_itself(self, tmp_path):
         model = moe_model()
@@ -307,6 +351,17 @@ class TestCheckpoints:
         assert torch.equal(loaded(IDS).logits, model(IDS).logits)
         loaded.save_pretrained(tmp_path / "again")
         assert torch.equal(HySparseForCausalLM.from_pretrained(tmp_path / "again")(IDS).logits, model(IDS).logits)
+
+    def test_the_second_generation_stores_them_alike_H07(self, tmp_path):
+        fields = {"self_layer_plan": ["window", "full"], "cross_layer_plan": ["full", "sparse"]}
+        tiny = tiny_config(**MOE).to_dict()
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "initializer_range")
+        model = HySparse2ForCausalLM(HySparse2Config(**MOE, **fields, **{name: tiny[name] for name in names})).eval()
+        model.save_pretrained(tmp_path)
+        assert "model.layers.0.mlp.experts.5.up_proj.weight" in load_file(tmp_path / "model.safetensors")
+        loaded, report = HySparse2ForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert not any(report.values())
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
     def test_a_missing_expert_is_reported_H06(self, tmp_path):
         model = moe_model()
