@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,7 @@ from .reference_hysparse import block_sparse_attention as block_sparse_reference
 from .reference_hysparse import full_attention_with_oracle as full_attention_reference
 from .reference_hysparse import full_attention_with_token_oracle as token_oracle_reference
 from .reference_hysparse import sliding_window_attention as sliding_window_reference
+from .reference_hysparse import sparse_layer_attention as sparse_layer_reference
 from .reference_hysparse import token_sparse_attention as token_sparse_reference
 from .rows_hysparse import PLAIN_ROWS, Rows
 
@@ -31,6 +33,7 @@ _REFERENCE: dict[str, Callable[..., tuple]] = {
     "block_sparse_attention": block_sparse_reference,
     "token_sparse_attention": token_sparse_reference,
     "sliding_window_attention": sliding_window_reference,
+    "sparse_layer_attention": sparse_layer_reference,
 }
 
 
@@ -49,16 +52,41 @@ def _kernels() -> dict[str, Callable[..., tuple]] | ImportError:
 
 def _load_kernels() -> dict[str, Callable[..., tuple]] | ImportError:
     try:
-        from .triton_block_sparse import block_sparse_attention
+        from .triton_block_sparse import block_sparse_attention, selection_layouts
         from .triton_full_attention import full_attention_with_oracle
         from .triton_sliding_window import sliding_window_attention
+        from .triton_sparse_layer import sparse_layer_attention
     except ImportError as error:
         return error
     return {
         "full_attention_with_oracle": full_attention_with_oracle,
-        "block_sparse_attention": block_sparse_attention,
+        "block_sparse_attention": _with_merged_window(block_sparse_attention, sliding_window_attention),
         "sliding_window_attention": sliding_window_attention,
+        "sparse_layer_attention": sparse_layer_attention,
+        "selection_layouts": selection_layouts,
     }
+
+
+def _with_merged_window(block_sparse: Callable[..., tuple], sliding_window: Callable[..., tuple]):
+    """`block_sparse_attention` by kernels; with `window`, the blocks count up to it and it is a branch of its own."""
+
+    def attend(query, key, value, indices, *, window, sink, rows, layouts=None, **options):
+        if not window:
+            return block_sparse(query, key, value, indices, sink=sink, rows=rows, layouts=layouts, **options)
+        start = rows.query_start
+        if start is None:
+            start = torch.full((query.shape[0],), key.shape[2] - query.shape[2], device=query.device)
+        # A query that owns an earlier column sees what lies before its window, and no key twice.
+        far = block_sparse(query, key, value, indices, rows=replace(rows, query_start=start - window), **options)
+        near = sliding_window(query, key, value, window=window, rows=rows, scaling=options["scaling"])
+        lses = far[1], near[1]
+        output, _ = merge_branches((far[0], near[0]), lses, sink)
+        largest = torch.maximum(*lses).detach().nan_to_num(neginf=0.0)
+        mass = torch.exp(lses[0] - largest) + torch.exp(lses[1] - largest)
+        lse = torch.where(mass == 0, -torch.inf, largest + torch.log(torch.where(mass == 0, 1.0, mass)))
+        return output, lse, None
+
+    return attend
 
 
 def _requested(backend: str) -> str:
@@ -87,7 +115,7 @@ def resolve_backend(backend: str, device: torch.device | None = None) -> str:
 
 def _run(backend: str, operation: str, query: torch.Tensor, *others: torch.Tensor, **options) -> tuple:
     """Call the operation on its back end; `auto` goes to the reference where the kernels do not take the call."""
-    if options["return_weights"] and backend == "auto":
+    if options.get("return_weights") and backend == "auto":
         backend = "reference"
     by_name = _requested(backend) == "triton"
     if resolve_backend(backend, query.device) == "triton" and (by_name or operation not in _FAILED):
@@ -112,6 +140,7 @@ def _run(backend: str, operation: str, query: torch.Tensor, *others: torch.Tenso
                 f"{type(failure).__name__}: {failure}. Set HYSPARSE_BACKEND=reference to leave the kernels out, or "
                 "HYSPARSE_BACKEND=triton to make this an error."
             )
+    options.pop("layouts", None)
     return _REFERENCE[operation](query, *others, **options)
 
 
@@ -248,6 +277,7 @@ def block_sparse_attention(
     window: int = 0,
     scaling: float | None = None,
     rows: Rows | None = None,
+    layouts: tuple | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
     backend: str = "auto",
@@ -260,6 +290,7 @@ def block_sparse_attention(
         block_size (`int`): tokens per block.
         sink (`torch.Tensor`, *optional*): `(heads,)`, one logit beside the scaled scores in the denominator.
         window (`int`): the last `window` tokens join the same softmax (control experiment 10); 0 for none.
+        layouts (*optional*): of these `indices`, from `selection_layouts`; without them each call makes its own.
         return_lse, return_weights (`bool`): append the log-sum-exp without sink (differentiable), and the attention
             map (reference only).
     Returns:
@@ -285,6 +316,7 @@ def block_sparse_attention(
         window=window,
         scaling=_scaling(scaling, query),
         rows=_checked_rows(rows, query, key),
+        layouts=layouts,
         return_weights=return_weights,
     )
     return _asked_for(results, return_lse, return_weights)
@@ -380,6 +412,125 @@ def sliding_window_attention(
         return_weights=return_weights,
     )
     return _asked_for(results, return_lse, return_weights)
+
+
+def sparse_layer_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    window_query: torch.Tensor,
+    window_key: torch.Tensor,
+    window_value: torch.Tensor,
+    *,
+    block_size: int,
+    window: int,
+    gate_global: torch.Tensor | None = None,
+    gate_local: torch.Tensor | None = None,
+    sink_global: torch.Tensor | None = None,
+    sink_local: torch.Tensor | None = None,
+    scaling: float | None = None,
+    rows: Rows | None = None,
+    window_rows: Rows | None = None,
+    layouts: tuple | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """A sparse layer's two branches as one operation: selected blocks and the layer's own window, gated and added.
+
+    Args:
+        query, key, value, indices, block_size, rows, layouts: of the global branch, as in `block_sparse_attention`.
+        window_query, window_key, window_value, window, window_rows: of the local branch, as in
+            `sliding_window_attention`; the queries are the same tokens in the same order.
+        gate_global, gate_local (`torch.Tensor`, *optional*): both or neither: logits of each branch's gate before the
+            sigmoid, `(batch, heads, q_len, v_head_dim)` or `(batch, heads, q_len, 1)`, in the order of the queries.
+        sink_global, sink_local (`torch.Tensor`, *optional*): `(heads,)`, one logit in each branch's denominator.
+        scaling (`float`, *optional*): factor of both branches' scores; default `head_dim ** -0.5`.
+        backend (`str`): `"auto"`, `"reference"` or `"triton"`.
+    Returns:
+        `torch.Tensor`: `(batch, heads, q_len, v_head_dim)`.
+    Raises:
+        ValueError, NotImplementedError: as in `full_attention_with_oracle`.
+    Source: HySparse (arXiv:2602.03560), section 3.3.
+    """
+    _check_states(query, key, value)
+    _check_states(window_query, window_key, window_value)
+    _check_indices(indices, query, key)
+    _check_sink(sink_global, query)
+    _check_sink(sink_local, query)
+    _check_at_least("block_size", block_size, 1)
+    _check_at_least("window", window, 0)
+    expected = (*query.shape[:3], value.shape[3])
+    if window_query.shape != query.shape or window_value.shape[3] != value.shape[3]:
+        raise ValueError(
+            "`window_query` and `window_value` must agree with `query` and `value`, so that the branches add up; got "
+            f"{tuple(window_query.shape)} with {tuple(query.shape)}, values of {window_value.shape[3]} with "
+            f"{value.shape[3]}."
+        )
+    shapes = [None if gate is None else tuple(gate.shape) for gate in (gate_global, gate_local)]
+    if shapes[0] != shapes[1] or shapes[0] not in (None, expected, (*expected[:3], 1)):
+        raise ValueError(
+            f"`gate_global` and `gate_local` must both be {expected}, both end in 1, or both be None, got {shapes[0]} "
+            f"and {shapes[1]}."
+        )
+    (output,) = _run(
+        backend,
+        "sparse_layer_attention",
+        query,
+        key,
+        value,
+        indices,
+        window_query,
+        window_key,
+        window_value,
+        block_size=block_size,
+        window=window,
+        scaling=_scaling(scaling, query),
+        rows=_checked_rows(rows, query, key),
+        window_rows=_checked_rows(window_rows, window_query, window_key),
+        gate_global=gate_global,
+        gate_local=gate_local,
+        sink_global=sink_global,
+        sink_local=sink_local,
+        layouts=layouts,
+    )
+    return output
+
+
+def selection_layouts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    block_size: int,
+    rows: Rows | None = None,
+    backend: str = "auto",
+) -> tuple | None:
+    """What the sparse kernels read in place of `indices`, for several layers of equal shapes that share a selection.
+
+    Args:
+        query, key, value, indices, block_size, rows, backend: as in `block_sparse_attention`; of the states only
+            shapes, dtype and device count.
+    Returns:
+        `tuple`, *optional*: for the argument `layouts`, with what the backward pass reads where gradients are
+        enabled; None where the reference runs.
+    """
+    _check_indices(indices, query, key)
+    kernels = _kernels()
+    if resolve_backend(backend, query.device) != "triton" or isinstance(kernels, ImportError):
+        return None
+    try:
+        return kernels["selection_layouts"](
+            query,
+            key,
+            value,
+            indices,
+            block_size=block_size,
+            rows=_checked_rows(rows, query, key),
+            for_backward=torch.is_grad_enabled(),
+        )
+    except NotImplementedError:
+        return None
 
 
 def merge_branches(

@@ -243,6 +243,42 @@ def sliding_window_attention(
     return pieces.join(query.dtype)
 
 
+def sparse_layer_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    window_query: torch.Tensor,
+    window_key: torch.Tensor,
+    window_value: torch.Tensor,
+    *,
+    block_size: int,
+    window: int,
+    scaling: float,
+    rows: Rows,
+    window_rows: Rows,
+    gate_global: torch.Tensor | None = None,
+    gate_local: torch.Tensor | None = None,
+    sink_global: torch.Tensor | None = None,
+    sink_local: torch.Tensor | None = None,
+) -> tuple[torch.Tensor]:
+    """Selected blocks and a window, each under its gate, added: `(output,)`; gates and sum are taken in float32.
+
+    Source: HySparse (arXiv:2602.03560), section 3.3.
+    """
+    far = block_sparse_attention(
+        query, key, value, indices, block_size=block_size, scaling=scaling, rows=rows, sink=sink_global
+    )[0]
+    near = sliding_window_attention(
+        window_query, window_key, window_value, window=window, scaling=scaling, rows=window_rows, sink=sink_local
+    )[0]
+    branches = [branch.to(_state_dtype(query)) for branch in (far, near)]
+    if gate_global is not None and gate_local is not None:
+        gates = (gate_global, gate_local)
+        branches = [branch * torch.sigmoid(gate.to(branch)) for branch, gate in zip(branches, gates, strict=True)]
+    return ((branches[0] + branches[1]).to(query.dtype),)
+
+
 def visible_keys(
     rows: Rows, start: int, stop: int, q_len: int, kv_len: int, lowest: int, limit: int, device: torch.device
 ) -> torch.Tensor:

@@ -11,6 +11,7 @@ and one order, so results repeat bitwise.
 import torch
 
 from .triton_common import (
+    KERNEL_LOG2E,
     LOG2E,
     add_product,
     key_descriptor,
@@ -53,13 +54,33 @@ _LAUNCH_WINDOW_DKDV = {**_LAUNCH_DKDV, (2, 128): (32, 64, 4, 3)}
 
 
 @triton.jit
-def add_dq(p, dp, delta, acc, exact, k, one, HAS_SINK: tl.constexpr, PRECISION: tl.constexpr):
+def add_dq(p, dp, delta, acc, exact, mass, k, one, HAS_SINK: tl.constexpr, PRECISION: tl.constexpr):
     """Add what one tile of keys gives, from its probabilities and their gradients."""
     if HAS_SINK:
         # The output as stored is rounded; a sink's gradient sums that over all rows, so it takes the unrounded one.
         exact += tl.sum(p * dp, 1)
+    if PRECISION == "ieee":
+        mass += tl.sum(p, 1)
     ds = p * (dp - delta[:, None])
-    return add_product(acc, ds.to(k.dtype), k, one, PRECISION), exact
+    return add_product(acc, ds.to(k.dtype), k, one, PRECISION), exact, mass
+
+
+@triton.jit
+def finish_dq(
+    acc, exact, mass, total, sink_ptr, heads, valid, scaling, HAS_SINK: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Scale the sums of a row. In float32 the rounding of its log-sum-exp would be the largest error of all.
+
+    That rounding is one factor of the row's probabilities, which with the sink's share must sum to 1.
+    """
+    if PRECISION == "ieee":
+        if HAS_SINK:
+            sink = tl.load(sink_ptr + heads, mask=valid, other=0.0).to(tl.float32) * KERNEL_LOG2E
+            mass += tl.exp2(sink - total)
+        share = 1 / tl.where(mass == 0, 1.0, mass)
+        acc *= share[:, None]
+        exact *= share
+    return acc * scaling, exact
 
 
 @triton.jit
@@ -70,6 +91,7 @@ def _dq_step(
     delta,
     acc,
     exact,
+    mass,
     k,
     v,
     visible,
@@ -87,7 +109,7 @@ def _dq_step(
     dp = tl.dot(grad, v.T, input_precision=PRECISION)
     if MASKED:
         dp = tl.where(visible, dp, 0.0)
-    return add_dq(p, dp, delta, acc, exact, k, one, HAS_SINK, PRECISION)
+    return add_dq(p, dp, delta, acc, exact, mass, k, one, HAS_SINK, PRECISION)
 
 
 @triton.jit
@@ -165,10 +187,13 @@ def _band_dq_kernel(
     total, delta = load_terms(terms_ptr, row, valid)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     exact = tl.zeros((BLOCK_M,), tl.float32)
+    mass = tl.zeros((BLOCK_M,), tl.float32)
     for column in tl.range(begin, plain_end, BLOCK_N):
         k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
         v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
-        acc, exact = _dq_step(q, grad, total, delta, acc, exact, k, v, None, scale, one, False, HAS_SINK, PRECISION)
+        acc, exact, mass = _dq_step(
+            q, grad, total, delta, acc, exact, mass, k, v, None, scale, one, False, HAS_SINK, PRECISION
+        )
     for column in tl.range(plain_end, end, BLOCK_N):
         columns = column + tl.arange(0, BLOCK_N)
         k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
@@ -176,9 +201,12 @@ def _band_dq_kernel(
         if HAS_START:
             k = tl.where((columns < end)[:, None], k, 0.0)
         visible = (columns[None, :] <= owned[:, None]) & (columns[None, :] >= lowest[:, None])
-        acc, exact = _dq_step(q, grad, total, delta, acc, exact, k, v, visible, scale, one, True, HAS_SINK, PRECISION)
+        acc, exact, mass = _dq_step(
+            q, grad, total, delta, acc, exact, mass, k, v, visible, scale, one, True, HAS_SINK, PRECISION
+        )
     dq_base = dq_ptr + batch.to(tl.int64) * stride_dqb
-    store_rows(dq_base, acc * scaling, steps, heads, valid, stride_dqh, stride_dqm, stride_dqd, HEAD_DIM, BLOCK_D)
+    acc, exact = finish_dq(acc, exact, mass, total, sink_ptr, heads, valid, scaling, HAS_SINK, PRECISION)
+    store_rows(dq_base, acc, steps, heads, valid, stride_dqh, stride_dqm, stride_dqd, HEAD_DIM, BLOCK_D)
     if HAS_SINK:
         store_sink_term(sink_ptr, sink_term_ptr, row, heads, valid, total, exact)
 

@@ -5,8 +5,8 @@
     lse_t   = log of the sum over s, without the sink
 
 The specification is `block_sparse_attention` of the reference. A program takes a tile of neighbouring queries times
-their group over the union of their blocks. Not supported: `window` (one softmax with the last tokens); a caller's own
-visibility mask; block sizes that are no power of two from 16 to 1024.
+their group over the union of their blocks. Not supported: a caller's own visibility mask; block sizes that are no
+power of two from 16 to 1024. `window`, one softmax with the last tokens, is put together by the public operation.
 """
 
 import torch
@@ -353,43 +353,33 @@ def selection_layouts(
     rows: Rows,
     for_backward: bool,
 ) -> SelectionLayouts:
-    """Build what the kernels read in place of `indices`; layers of equal shapes that reuse a selection share it."""
-    group = query.shape[1] // key.shape[1]
-    most_m = launch_sizes(_LAUNCH, query, value)[0]
-    _, tile_q = tile_rows(query.shape[2], group, most_m, most_tile_queries(indices.shape[3]))
+    """Build what the kernels read in place of `indices`; layers of equal shapes that reuse a selection share it.
+
+    Raises:
+        NotImplementedError: a block size, a length or a mask that the kernels do not take.
+    """
+    check_block_size(block_size)
+    if key.shape[2] > 2**26 or rows.visibility is not None:
+        raise NotImplementedError(
+            f"the Triton kernels take up to 2**26 keys, got {key.shape[2]}, and `rows` without `visibility`; use "
+            "backend='reference'."
+        )
+    indices = as_choices(indices)
     kv_len = key.shape[2]
+    most_m = launch_sizes(_LAUNCH, query, value)[0]
+    group = query.shape[1] // key.shape[1]
+    _, tile_q = tile_rows(query.shape[2], group, most_m, most_tile_queries(indices.shape[3]))
     unions = tile_unions(indices, rows.query_start, rows.first_key, tile_q, block_size, kv_len)
     if not for_backward:
         return SelectionLayouts(*unions)
     return SelectionLayouts(*unions, *inverse_lists(indices, rows.query_start, rows.first_key, block_size, kv_len))
 
 
-def laid_out(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    block_size: int,
-    rows: Rows,
-    layouts: SelectionLayouts | None,
-) -> tuple[torch.Tensor, SelectionLayouts]:
-    """The indices as the kernels take them, and their layouts: those given, or built here.
-
-    Raises:
-        NotImplementedError: a block size or a length that the kernels do not take.
-    """
-    check_block_size(block_size)
-    if key.shape[2] > 2**26:
-        raise NotImplementedError(
-            f"the Triton kernels take up to 2**26 keys, got {key.shape[2]}; use backend='reference'."
-        )
+def as_choices(indices: torch.Tensor) -> torch.Tensor:
+    """The indices as the kernels take them: int32, at least one per query."""
     if indices.shape[3] == 0:
         indices = torch.nn.functional.pad(indices, (0, 1), value=-1)
-    indices = indices.to(torch.int32)
-    if layouts is None:
-        layouts = selection_layouts(query, key, value, indices, block_size=block_size, rows=rows, for_backward=False)
-    return indices, layouts
+    return indices.to(torch.int32)
 
 
 def block_sparse_attention(
@@ -402,7 +392,6 @@ def block_sparse_attention(
     scaling: float,
     rows: Rows,
     sink: torch.Tensor | None = None,
-    window: int = 0,
     return_weights: bool = False,
     layouts: SelectionLayouts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -414,10 +403,19 @@ def block_sparse_attention(
         NotImplementedError: the reference can do it and this cannot.
     """
     check_supported(query, key, value, scaling=scaling, rows=rows, return_weights=return_weights)
-    if window:
-        raise NotImplementedError("the Triton kernels take `window=0`; use backend='reference' for a merged window.")
-    indices, layouts = laid_out(query, key, value, indices, block_size=block_size, rows=rows, layouts=layouts)
+    if layouts is None:
+        layouts = selection_layouts(query, key, value, indices, block_size=block_size, rows=rows, for_backward=False)
+    indices = as_choices(indices)
     output, lse = _block_sparse_forward(
-        query, key, value, indices, sink, *layouts, rows.query_start, rows.first_key, block_size, float(scaling)
+        query,
+        key,
+        value,
+        as_choices(indices),
+        sink,
+        *layouts,
+        rows.query_start,
+        rows.first_key,
+        block_size,
+        float(scaling),
     )
     return output, lse * LN2, None

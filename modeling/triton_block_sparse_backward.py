@@ -6,7 +6,7 @@ that chose it. Each sum has one owner and one order, so results repeat bitwise.
 
 import torch
 
-from .triton_band_backward import add_dq, store_key_gradient
+from .triton_band_backward import add_dq, finish_dq, store_key_gradient
 from .triton_common import (
     LOG2E,
     add_product,
@@ -113,6 +113,7 @@ def _block_sparse_dq_kernel(
     total, delta = load_terms(terms_ptr, row, valid)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     exact = tl.zeros((BLOCK_M,), tl.float32)
+    mass = tl.zeros((BLOCK_M,), tl.float32)
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
     starts_ptr += unit * candidates
     masks_ptr += unit * candidates
@@ -138,7 +139,7 @@ def _block_sparse_dq_kernel(
         if not HAS_START and entry >= n_whole:
             p = tl.where(column + tl.arange(0, BLOCK_N)[None, :] <= owned[:, None], p, 0.0)
         dp = tl.dot(grad, v.T, input_precision=PRECISION)
-        acc, exact = add_dq(p, dp, delta, acc, exact, k, one, HAS_SINK, PRECISION)
+        acc, exact, mass = add_dq(p, dp, delta, acc, exact, mass, k, one, HAS_SINK, PRECISION)
     if HAS_START:
         last = tl.max(owned, 0)
         for entry in tl.range(n_whole, n_all):
@@ -153,9 +154,10 @@ def _block_sparse_dq_kernel(
             p = tl.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - shift[:, None])
             p = tl.where(visible, p, 0.0)
             dp = tl.where(visible, tl.dot(grad, v.T, input_precision=PRECISION), 0.0)
-            acc, exact = add_dq(p, dp, delta, acc, exact, k, one, HAS_SINK, PRECISION)
+            acc, exact, mass = add_dq(p, dp, delta, acc, exact, mass, k, one, HAS_SINK, PRECISION)
     dq_base = dq_ptr + batch.to(tl.int64) * stride_dqb
-    store_rows(dq_base, acc * scaling, steps, heads, valid, stride_dqh, stride_dqm, stride_dqd, HEAD_DIM, BLOCK_D)
+    acc, exact = finish_dq(acc, exact, mass, total, sink_ptr, heads, valid, scaling, HAS_SINK, PRECISION)
+    store_rows(dq_base, acc, steps, heads, valid, stride_dqh, stride_dqm, stride_dqd, HEAD_DIM, BLOCK_D)
     if HAS_SINK:
         store_sink_term(sink_ptr, sink_term_ptr, row, heads, valid, total, exact)
 

@@ -12,16 +12,17 @@ pytest.importorskip("triton")
 from hysparse_hf.modeling import triton_block_sparse
 
 
-def call(backend, indices, rows=PLAIN_ROWS, block_size=16):
+def call(backend, indices, rows=PLAIN_ROWS, block_size=16, window=0):
     def attend(query, key, value, sink=None):
         options = {"block_size": block_size, "rows": on_device(rows), "return_lse": True, "backend": backend}
+        options["window"] = window
         return block_sparse_attention(query, key, value, indices.to(DEVICE), sink=sink, **options)
 
     return attend
 
 
-def check(states, indices, rows=PLAIN_ROWS, block_size=16):
-    return compare(call("triton", indices, rows, block_size), call("reference", indices, rows, block_size), states)
+def check(states, indices, *rows, **options):
+    return compare(*(call(backend, indices, *rows, **options) for backend in ("triton", "reference")), states)
 
 
 def draw(states, n, block_size=16, seed=0):
@@ -143,13 +144,17 @@ def test_layouts_say_what_the_indices_say():
         assert layouts.queries[begin:end].tolist() == [i for i in range(40) if block in chosen[i]]
 
 
-def test_merged_window_and_odd_blocks_are_refused_by_name():
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_merged_window_counts_no_key_twice(kind):
+    """Experiment 10: chosen blocks and the last tokens in one softmax, where both hold some of the keys."""
+    states = make_states(40, 70, batch=2, sink=kind != "packed")
+    check(states, draw(states, 3), ROW_KINDS[kind], window=20)
+
+
+def test_odd_blocks_are_refused_by_name():
     states = make_states(20)
-    indices = draw(states, 2).to(DEVICE)
-    with pytest.raises(NotImplementedError, match="window"):
-        block_sparse_attention(*states, indices, block_size=16, window=4, backend="triton")
     with pytest.raises(NotImplementedError, match="block_size"):
-        block_sparse_attention(*states, indices, block_size=24, backend="triton")
+        block_sparse_attention(*states, draw(states, 2).to(DEVICE), block_size=24, backend="triton")
 
 
 @pytest.mark.gpu
