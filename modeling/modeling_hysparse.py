@@ -84,6 +84,10 @@ class HySparsePreTrainedModel(PreTrainedModel):
         present = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
         self._tp_plan = {rule: style for rule, style in self._tp_plan.items() if rule in present}
 
+    def _wants_cache(self, use_cache: bool | None, labels: torch.Tensor | None) -> bool | None:
+        """`use_cache`; where it is not given, a training step makes none: replayed layers would write to it again."""
+        return False if use_cache is None and labels is not None and self.training else use_cache
+
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """True: the library looks for its decorator in this file, and the experts stand in another."""
@@ -278,7 +282,9 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         """Run the decoder and the head; arguments as in `HySparseModel.forward`, and:
 
         Args:
-            labels (`torch.LongTensor`, *optional*): `(batch, q_len)`, -100 is ignored; shifted inside.
+            labels (`torch.LongTensor`, *optional*): `(batch, q_len)`, -100 is ignored; shifted inside. Where all are,
+                the loss is NaN and the gradients are 0, as in the library.
+            use_cache (`bool`, *optional*): default: the configuration's; with labels in training mode, none is made.
             logits_to_keep (`int` or `torch.Tensor`): logits of the last n positions (0: all), or of these positions.
 
         With `output_router_logits` the balance of a mixture of experts is `aux_loss`, and a part of the loss.
@@ -290,7 +296,7 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
+            use_cache=self._wants_cache(use_cache, labels),
             output_selected_indices=output_selected_indices,
             **{CACHE_ARGUMENT: cache},
             **kwargs,
@@ -402,7 +408,7 @@ class HySparseForSequenceClassification(HySparsePreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
+            use_cache=self._wants_cache(use_cache, labels),
             **{CACHE_ARGUMENT: cache},
             **kwargs,
         )

@@ -295,6 +295,12 @@ MUTANTS = {
         "unflatten(-1, (self.num_heads, -1))",
         PARALLEL,
     ),
+    "training-step-makes-a-cache": Mutant(
+        MODEL,
+        "return False if use_cache is None and labels is not None and self.training else use_cache",
+        "return use_cache",
+        f"{CHECKPOINTING}::TestCheckpointing::test_wrapped_layers_are_replayed_without_a_cache_F05",
+    ),
     "norm-gradients-of-one-rank": Mutant(
         CONFIG,
         '    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",\n',

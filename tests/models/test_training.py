@@ -1,17 +1,12 @@
-"""Training: losses, gradients through shared keys and values, gradient checkpointing, autocast, Trainer."""
-
-import warnings
+"""Training: losses, gradients through shared keys and values, autocast, compiled steps."""
 
 import naive_model
 import pytest
 import torch
-import transformers
 from models.tiny import SWITCHES, draw_ids, tiny_model
-from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hysparse_hf import HySparseForCausalLM
 from hysparse_hf.modeling import decoder_hysparse
-from hysparse_hf.modeling.compat_transformers import cache_of
 
 
 ROW = draw_ids(1, 36)
@@ -24,6 +19,21 @@ def labelled(batch=2, length=36):
     labels[0, :7] = -100
     labels[-1, -5:] = -100
     return ids, labels
+
+
+class DtypesSeen(TorchDispatchMode):
+    """Collects the dtypes of all tensors that operations inside the context read or return."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in torch.utils._pytree.tree_leaves((args, kwargs, result)):
+            if isinstance(value, torch.Tensor):
+                self.dtypes.add(value.dtype)
+        return result
 
 
 def gradients(model):
@@ -59,6 +69,22 @@ class TestLoss:
         together = model(padded, attention_mask=mask, labels=wide, use_cache=False).loss
         torch.testing.assert_close(alone, together)
 
+    def test_all_labels_ignored_change_nothing(self):
+        model = tiny_model().train()
+        ids, _ = labelled()
+        loss = model(ids, labels=torch.full_like(ids, -100)).loss
+        loss.backward()
+        assert loss.isnan()
+        assert not any(grad.any() for grad in gradients(model).values())
+
+    def test_all_labels_ignored_in_one_of_several_batches_add_nothing_F01(self):
+        model = tiny_model().train()
+        ids, _ = labelled()
+        loss = model(ids, labels=torch.full_like(ids, -100), num_items_in_batch=torch.tensor(40)).loss
+        loss.backward()
+        assert loss == 0
+        assert not any(grad.any() for grad in gradients(model).values())
+
 
 class TestGradients:
     @pytest.mark.parametrize(
@@ -92,82 +118,6 @@ class TestGradients:
         assert (whole - cut).norm() > 1e-2 * whole.norm()
 
 
-class TestCheckpointing:
-    SETTINGS = ("default", "merged_own", "shared_window", "own_oracle", "own_kv", "window_layers")
-
-    @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-    @pytest.mark.parametrize("switches", SETTINGS)
-    def test_loss_and_gradients_are_those_without_B02(self, switches, reentrant):
-        model = tiny_model(torch.float64, **SWITCHES[switches]).train()
-        ids, labels = labelled()
-        mask = torch.ones_like(ids)
-        mask[0, :4] = 0
-        plain = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss
-        plain.backward()
-        expected = gradients(model)
-        model.zero_grad()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        loss = model(ids, attention_mask=mask, labels=labels).loss
-        loss.backward()
-        torch.testing.assert_close(loss, plain, rtol=0, atol=1e-10)
-        for name, grad in gradients(model).items():
-            assert (grad is None) == (expected[name] is None), name
-            if grad is not None:
-                torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
-
-    def test_layers_are_really_replayed(self):
-        model = tiny_model().train()
-        calls = []
-        model.model.layers[1].input_layernorm.register_forward_hook(lambda *args: calls.append(1))
-        model.gradient_checkpointing_enable()
-        model(ROW, labels=ROW).loss.backward()
-        assert len(calls) == 2
-
-    def test_no_cache_is_made_F05(self):
-        model = tiny_model().train()
-        model.gradient_checkpointing_enable()
-        assert cache_of(model(ROW, labels=ROW, use_cache=True)) is None
-
-    def test_a_cache_that_is_given_is_refused_F05(self):
-        model = tiny_model()
-        with torch.no_grad():
-            cache = cache_of(model(ROW[:, :20], use_cache=True))
-        model.train().gradient_checkpointing_enable()
-        with pytest.raises(ValueError, match="gradient checkpointing"):
-            model(ROW[:, 20:], cache=cache)
-        assert cache.get_seq_length() == 20
-
-    @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "plain"])
-    def test_generate_between_training_steps_A21(self, checkpointing):
-        model = tiny_model().train()
-        expected = tiny_model().generate(ROW[:, :9], max_new_tokens=8, do_sample=False, pad_token_id=0)
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        with torch.no_grad():
-            assert torch.equal(model.generate(ROW[:, :9], max_new_tokens=8, do_sample=False, pad_token_id=0), expected)
-        model(ROW, labels=ROW).loss.backward()
-
-    def test_tensors_with_gradients_are_positional(self):
-        # Keyword tensors lose their gradient under reentrant checkpointing.
-        model = tiny_model().train()
-        seen = []
-
-        def record(module, args, kwargs):
-            seen.append(args)
-            values = list(kwargs.values()) + [
-                part for value in kwargs.values() if isinstance(value, dict) for part in value.values()
-            ]
-            assert not any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
-
-        for layer in model.model.layers:
-            layer.register_forward_pre_hook(record, with_kwargs=True)
-        model(ROW, labels=ROW, use_cache=False)
-        sparse = [args for args, kind in zip(seen, model.config.layer_plan, strict=True) if kind == "sparse"]
-        assert [len(args) for args in sparse] == [4] * 4
-        assert all(args[1].requires_grad and args[2].requires_grad for args in sparse)
-        assert all(args[3].dtype == torch.int32 for args in sparse)
-
-
 class TestAutocast:
     @pytest.mark.parametrize("switches", ["default", "wide_values", "merged_own"])
     def test_bfloat16_trains_with_float32_parameters_C18(self, switches):
@@ -181,6 +131,60 @@ class TestAutocast:
         for name, grad in gradients(model).items():
             assert grad.dtype == torch.float32, name
             assert grad.isfinite().all(), name
+
+    def test_float16_with_a_scaler_C18(self):
+        # Every block is selected, so that rounding cannot change the selection.
+        model = tiny_model(initializer_range=0.05, oracle_budget=36).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        ids, labels = labelled()
+
+        def step():
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(ids, labels=labels).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss.item()
+
+        model(ids, labels=labels).loss.backward()
+        plain = gradients(model)
+        model.zero_grad()
+        losses = [step()]
+        for name, grad in gradients(model).items():
+            assert grad.dtype == torch.float32, name
+            assert (grad - plain[name]).norm() <= 16 * torch.finfo(torch.float16).eps * plain[name].norm(), name
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(step())
+        assert losses == sorted(losses, reverse=True)
+        assert scaler.get_scale() == 2.0**16
+
+    def test_float16_that_overflows_is_a_skipped_step_C18(self):
+        model = tiny_model(initializer_range=0.05).train()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(ROW, labels=ROW).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**39
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name]), name
+
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    @pytest.mark.parametrize("still_on", [False, True], ids=["backward-outside", "backward-inside"])
+    def test_backward_under_bfloat16_meets_no_float16_C19(self, device, still_on):
+        model = tiny_model(initializer_range=0.05).train().to(device)
+        ids = ROW.to(device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+        with DtypesSeen() as seen, torch.autocast(device, dtype=torch.bfloat16, enabled=still_on):
+            loss.backward()
+        assert {torch.bfloat16, torch.float32} <= seen.dtypes
+        assert torch.float16 not in seen.dtypes
 
     def test_generate_runs_C18(self):
         model = tiny_model()
@@ -228,74 +232,33 @@ def test_gates_saturate_without_nan_C25(dtype, value, open_gate):
         assert grad.isfinite().all(), name
 
 
-LENGTHS = [33, 12, 25, 40, 8, 36, 17, 29]
+class TestCompiled:
+    """A whole training step is one graph; with `aot_eager` the backward pass is traced too."""
 
+    @pytest.fixture(autouse=True)
+    def _fresh_compiler(self):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
 
-class Samples(torch.utils.data.Dataset):
-    """Eight rows of unequal length."""
-
-    def __len__(self):
-        return len(LENGTHS)
-
-    def __getitem__(self, index):
-        return {"input_ids": draw_ids(1, LENGTHS[index], seed=index)[0]}
-
-
-def collate(samples):
-    ids = [sample["input_ids"] for sample in samples]
-    return {
-        "input_ids": pad_sequence(ids, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-        "labels": pad_sequence(ids, batch_first=True, padding_value=-100),
-    }
-
-
-def trainer_for(model, folder, batch=4, accumulation=1, **arguments):
-    settings = transformers.TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
-        gradient_accumulation_steps=accumulation,
-        max_steps=1,
-        learning_rate=1.0,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **arguments,
-    )
-    return transformers.Trainer(
-        model=model, args=settings, train_dataset=Samples(), eval_dataset=Samples(), data_collator=collate
-    )
-
-
-class TestTrainer:
-    def test_accumulation_gives_the_gradients_of_one_batch_F01(self, tmp_path):
+    def assert_equal_steps(self, model, autocast=False, **options):
         steps = []
-        for batch, accumulation in ((4, 1), (1, 4)):
-            model = tiny_model(torch.float64)
-            before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-            trainer_for(model, tmp_path, batch, accumulation, seed=1, data_seed=1).train()
-            steps.append({name: parameter.detach() - before[name] for name, parameter in model.named_parameters()})
-        assert max(step.abs().max() for step in steps[0].values()) > 1e-2
-        for name, step in steps[0].items():
-            torch.testing.assert_close(steps[1][name], step, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        for callable_ in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = callable_(ROW, labels=ROW, **options).loss
+            loss.backward()
+            steps.append((loss, gradients(model)))
+            model.zero_grad()
+        torch.testing.assert_close(steps[1][0], steps[0][0])
+        for name, grad in steps[1][1].items():
+            torch.testing.assert_close(grad, steps[0][1][name], msg=lambda m, n=name: f"{n}: {m}")
 
-    def test_evaluate_and_predict_leave_the_cache_out_F04(self, tmp_path):
-        trainer = trainer_for(tiny_model(), tmp_path)
-        trainer.compute_metrics = lambda outputs: {"shape": list(outputs.predictions.shape)}
-        assert trainer.evaluate()["eval_shape"] == [8, 40, 61]
-        assert trainer.predict(Samples()).predictions.shape == (8, 40, 61)
+    def test_step_with_padding_is_one_graph_D09(self):
+        model = tiny_model(layer_plan=["full", "sparse"]).train()
+        mask = torch.ones_like(ROW).index_fill(1, torch.arange(4), 0)
+        self.assert_equal_steps(model, attention_mask=mask, num_items_in_batch=torch.tensor(17))
 
-    @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-    def test_saves_tied_and_untied_models_E04_F11(self, tmp_path, tied):
-        model = tiny_model(tie_word_embeddings=tied)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", FutureWarning)
-            trainer_for(model, tmp_path / "run").save_model(str(tmp_path / "saved"))
-        loaded = HySparseForCausalLM.from_pretrained(tmp_path / "saved")
-        assert torch.equal(loaded(ROW, use_cache=False).logits, model(ROW, use_cache=False).logits)
+    def test_packed_step_with_checkpointing_and_autocast_is_one_graph_D09(self):
+        model = tiny_model(layer_plan=["full", "sparse"], initializer_range=0.05).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.assert_equal_steps(model, autocast=True, position_ids=torch.arange(36)[None] % 22)
