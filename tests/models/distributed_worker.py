@@ -28,6 +28,13 @@ from hysparse_hf import HySparseForCausalLM  # noqa: E402
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 IDS = draw_ids(2, 36)
 OWN = IDS[RANK : RANK + 1]
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "mlp_only_layers": [1],
+}
 
 
 def whole(tensor):
@@ -108,8 +115,11 @@ def sharded_in_mixed_precision():
 
 def tensor_parallel(name, **switches):
     expected, folder = saved(name, vocab_size=62, **switches)
+    # The library's fused experts have no float64.
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}
+    expected.set_experts_implementation("eager")
     settings = DistributedConfig(tp_size=2, tp_plan="auto")
-    model = HySparseForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=settings)
+    model = HySparseForCausalLM.from_pretrained(folder, distributed_config=settings, **options)
     with torch.no_grad():
         parallel = model(IDS, output_selected_indices=True)
         alone = expected(IDS, output_selected_indices=True)
@@ -150,6 +160,7 @@ CHECKS = {
     "tp-wide_values": lambda: tensor_parallel("wide_values", tie_word_embeddings=True, **SWITCHES["wide_values"]),
     "tp-window_layers": lambda: tensor_parallel("window_layers", **SWITCHES["window_layers"]),
     "tp-headwise_full_gate": lambda: tensor_parallel("headwise_full_gate", **SWITCHES["headwise_full_gate"]),
+    "tp-experts": lambda: tensor_parallel("experts", **EXPERTS),
     "tp-one-kv-head": one_kv_head_on_two_ranks,
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_fully_sharded_mixed_precision_computes_what_a_bfloat16_model_does_B03(s
 
 @RANKS
 class TestTensorParallel:
-    SETTINGS = ("wide_values", "window_layers", "headwise_full_gate")
+    SETTINGS = ("wide_values", "window_layers", "headwise_full_gate", "experts")
 
     @pytest.mark.parametrize("name", SETTINGS)
     def test_equals_one_process(self, seen, rank, name):
@@ -81,10 +82,10 @@ class TestTensorParallel:
         assert outcome(seen, rank, f"tp-{name}")["own_groups"]
 
     @pytest.mark.parametrize("name", SETTINGS)
-    def test_only_norms_stay_whole(self, seen, rank, name):
+    def test_only_norms_and_routers_stay_whole(self, seen, rank, name):
         kept = outcome(seen, rank, f"tp-{name}")["whole"]
         assert kept
-        assert [key for key in kept if "norm" not in key] == []
+        assert [key for key in kept if not re.search(r"norm|mlp\.gate\.|shared_expert_gate", key)] == []
 
     @pytest.mark.parametrize("name", SETTINGS)
     def test_saves_whole_tensors_F11(self, seen, rank, name):
