@@ -13,13 +13,24 @@ from dataclasses import replace
 
 import torch
 
+from .attention_checks_hysparse import (
+    check_at_least,
+    check_choice,
+    check_gates,
+    check_indices,
+    check_second_branch,
+    check_sink,
+    check_states,
+    checked_rows,
+    scaling_or_default,
+)
 from .reference_hysparse import block_sparse_attention as block_sparse_reference
 from .reference_hysparse import full_attention_with_oracle as full_attention_reference
 from .reference_hysparse import full_attention_with_token_oracle as token_oracle_reference
 from .reference_hysparse import sliding_window_attention as sliding_window_reference
 from .reference_hysparse import sparse_layer_attention as sparse_layer_reference
 from .reference_hysparse import token_sparse_attention as token_sparse_reference
-from .rows_hysparse import PLAIN_ROWS, Rows
+from .rows_hysparse import Rows
 
 
 logger = logging.getLogger(__name__)
@@ -131,17 +142,22 @@ def _run(backend: str, operation: str, query: torch.Tensor, *others: torch.Tenso
                 raise
             _log_once(f"`{operation}` runs on the reference back end: {reason}")
         except Exception as failure:
-            # Compilers and drivers fail in ways of their own. The reference needs more memory than the kernels do.
-            if by_name or isinstance(failure, torch.OutOfMemoryError):
-                raise
-            _FAILED.add(operation)
-            logger.warning(
-                f"`{operation}` runs on the reference back end from now on: its Triton kernel failed with "
-                f"{type(failure).__name__}: {failure}. Set HYSPARSE_BACKEND=reference to leave the kernels out, or "
-                "HYSPARSE_BACKEND=triton to make this an error."
-            )
+            _do_without_kernel(operation, failure, by_name)
     options.pop("layouts", None)
     return _REFERENCE[operation](query, *others, **options)
+
+
+def _do_without_kernel(operation: str, failure: Exception, by_name: bool) -> None:
+    """Compilers and drivers fail in ways of their own: warn and remember it, or raise it where kernels are a must."""
+    # The reference needs more memory than the kernels do.
+    if by_name or isinstance(failure, torch.OutOfMemoryError):
+        raise failure
+    _FAILED.add(operation)
+    logger.warning(
+        f"`{operation}` runs on the reference back end from now on: its Triton kernel failed with "
+        f"{type(failure).__name__}: {failure}. Set HYSPARSE_BACKEND=reference to leave the kernels out, or "
+        "HYSPARSE_BACKEND=triton to make this an error."
+    )
 
 
 @functools.cache
@@ -189,13 +205,13 @@ def full_attention_with_oracle(
         NotImplementedError: valid, but the back end asked for cannot do it.
     Source: HySparse (arXiv:2602.03560), section 3.2, equation 3; differs in: ties go to the lower index.
     """
-    _check_states(query, key, value)
-    _check_choice("block_reduction", block_reduction, ("max", "sum"))
-    _check_choice("head_reduction", head_reduction, ("max", "mean"))
-    _check_at_least("block_size", block_size, 1)
-    _check_at_least("n_selected", n_selected, 0)
-    _check_at_least("forced_first_blocks", forced_first_blocks, 0)
-    _check_at_least("forced_local_blocks", forced_local_blocks, 0)
+    check_states(query, key, value)
+    check_choice("block_reduction", block_reduction, ("max", "sum"))
+    check_choice("head_reduction", head_reduction, ("max", "mean"))
+    check_at_least("block_size", block_size, 1)
+    check_at_least("n_selected", n_selected, 0)
+    check_at_least("forced_first_blocks", forced_first_blocks, 0)
+    check_at_least("forced_local_blocks", forced_local_blocks, 0)
     if n_selected and forced_first_blocks + forced_local_blocks > n_selected:
         raise ValueError(
             f"`forced_first_blocks` + `forced_local_blocks` must be at most `n_selected` ({n_selected}), got "
@@ -209,8 +225,8 @@ def full_attention_with_oracle(
         value,
         block_size=block_size,
         n_selected=n_selected,
-        scaling=_scaling(scaling, query),
-        rows=_checked_rows(rows, query, key),
+        scaling=scaling_or_default(scaling, query),
+        rows=checked_rows(rows, query, key),
         block_reduction=block_reduction,
         head_reduction=head_reduction,
         forced_first_blocks=forced_first_blocks,
@@ -246,10 +262,10 @@ def full_attention_with_token_oracle(
         ValueError, NotImplementedError: as in `full_attention_with_oracle`.
     Source: HySparse2 (arXiv:2609.26368), token-level selection; ties go to the lower index.
     """
-    _check_states(query, key, value)
-    _check_choice("head_reduction", head_reduction, ("max", "mean"))
-    _check_at_least("n_selected", n_selected, 0)
-    _check_at_least("window", window, 0)
+    check_states(query, key, value)
+    check_choice("head_reduction", head_reduction, ("max", "mean"))
+    check_at_least("n_selected", n_selected, 0)
+    check_at_least("window", window, 0)
     results = _run(
         backend,
         "full_attention_with_token_oracle",
@@ -258,8 +274,8 @@ def full_attention_with_token_oracle(
         value,
         n_selected=n_selected,
         window=window,
-        scaling=_scaling(scaling, query),
-        rows=_checked_rows(rows, query, key),
+        scaling=scaling_or_default(scaling, query),
+        rows=checked_rows(rows, query, key),
         head_reduction=head_reduction,
         return_weights=return_weights,
     )
@@ -299,11 +315,11 @@ def block_sparse_attention(
         ValueError, NotImplementedError: as in `full_attention_with_oracle`.
     Source: HySparse (arXiv:2602.03560), section 3.3.
     """
-    _check_states(query, key, value)
-    _check_sink(sink, query)
-    _check_at_least("block_size", block_size, 1)
-    _check_at_least("window", window, 0)
-    _check_indices(indices, query, key)
+    check_states(query, key, value)
+    check_sink(sink, query)
+    check_at_least("block_size", block_size, 1)
+    check_at_least("window", window, 0)
+    check_indices(indices, query, key)
     results = _run(
         backend,
         "block_sparse_attention",
@@ -314,8 +330,8 @@ def block_sparse_attention(
         block_size=block_size,
         sink=sink,
         window=window,
-        scaling=_scaling(scaling, query),
-        rows=_checked_rows(rows, query, key),
+        scaling=scaling_or_default(scaling, query),
+        rows=checked_rows(rows, query, key),
         layouts=layouts,
         return_weights=return_weights,
     )
@@ -350,10 +366,10 @@ def token_sparse_attention(
         ValueError, NotImplementedError: as in `full_attention_with_oracle`.
     Source: HySparse2 (arXiv:2609.26368), token-level selection.
     """
-    _check_states(query, key, value)
-    _check_sink(sink, query)
-    _check_at_least("window", window, 0)
-    _check_indices(indices, query, key)
+    check_states(query, key, value)
+    check_sink(sink, query)
+    check_at_least("window", window, 0)
+    check_indices(indices, query, key)
     results = _run(
         backend,
         "token_sparse_attention",
@@ -363,8 +379,8 @@ def token_sparse_attention(
         indices,
         window=window,
         sink=sink,
-        scaling=_scaling(scaling, query),
-        rows=_checked_rows(rows, query, key),
+        scaling=scaling_or_default(scaling, query),
+        rows=checked_rows(rows, query, key),
         return_weights=return_weights,
     )
     return _asked_for(results, return_lse, return_weights)
@@ -396,9 +412,9 @@ def sliding_window_attention(
         ValueError, NotImplementedError: as in `full_attention_with_oracle`.
     Source: HySparse (arXiv:2602.03560), section 3.3.
     """
-    _check_states(query, key, value)
-    _check_sink(sink, query)
-    _check_at_least("window", window, 0)
+    check_states(query, key, value)
+    check_sink(sink, query)
+    check_at_least("window", window, 0)
     results = _run(
         backend,
         "sliding_window_attention",
@@ -407,8 +423,8 @@ def sliding_window_attention(
         value,
         window=window,
         sink=sink,
-        scaling=_scaling(scaling, query),
-        rows=_checked_rows(rows, query, key),
+        scaling=scaling_or_default(scaling, query),
+        rows=checked_rows(rows, query, key),
         return_weights=return_weights,
     )
     return _asked_for(results, return_lse, return_weights)
@@ -452,26 +468,15 @@ def sparse_layer_attention(
         ValueError, NotImplementedError: as in `full_attention_with_oracle`.
     Source: HySparse (arXiv:2602.03560), section 3.3.
     """
-    _check_states(query, key, value)
-    _check_states(window_query, window_key, window_value)
-    _check_indices(indices, query, key)
-    _check_sink(sink_global, query)
-    _check_sink(sink_local, query)
-    _check_at_least("block_size", block_size, 1)
-    _check_at_least("window", window, 0)
-    expected = (*query.shape[:3], value.shape[3])
-    if window_query.shape != query.shape or window_value.shape[3] != value.shape[3]:
-        raise ValueError(
-            "`window_query` and `window_value` must agree with `query` and `value`, so that the branches add up; got "
-            f"{tuple(window_query.shape)} with {tuple(query.shape)}, values of {window_value.shape[3]} with "
-            f"{value.shape[3]}."
-        )
-    shapes = [None if gate is None else tuple(gate.shape) for gate in (gate_global, gate_local)]
-    if shapes[0] != shapes[1] or shapes[0] not in (None, expected, (*expected[:3], 1)):
-        raise ValueError(
-            f"`gate_global` and `gate_local` must both be {expected}, both end in 1, or both be None, got {shapes[0]} "
-            f"and {shapes[1]}."
-        )
+    check_states(query, key, value)
+    check_states(window_query, window_key, window_value)
+    check_indices(indices, query, key)
+    check_sink(sink_global, query)
+    check_sink(sink_local, query)
+    check_at_least("block_size", block_size, 1)
+    check_at_least("window", window, 0)
+    check_second_branch(query, value, window_query, window_value)
+    check_gates(gate_global, gate_local, (*query.shape[:3], value.shape[3]))
     (output,) = _run(
         backend,
         "sparse_layer_attention",
@@ -484,9 +489,9 @@ def sparse_layer_attention(
         window_value,
         block_size=block_size,
         window=window,
-        scaling=_scaling(scaling, query),
-        rows=_checked_rows(rows, query, key),
-        window_rows=_checked_rows(window_rows, window_query, window_key),
+        scaling=scaling_or_default(scaling, query),
+        rows=checked_rows(rows, query, key),
+        window_rows=checked_rows(window_rows, window_query, window_key),
         gate_global=gate_global,
         gate_local=gate_local,
         sink_global=sink_global,
@@ -515,9 +520,12 @@ def selection_layouts(
         `tuple`, *optional*: for the argument `layouts`, with what the backward pass reads where gradients are
         enabled; None where the reference runs.
     """
-    _check_indices(indices, query, key)
+    check_indices(indices, query, key)
     kernels = _kernels()
     if resolve_backend(backend, query.device) != "triton" or isinstance(kernels, ImportError):
+        return None
+    by_name = _requested(backend) == "triton"
+    if not by_name and "selection_layouts" in _FAILED:
         return None
     try:
         return kernels["selection_layouts"](
@@ -526,10 +534,13 @@ def selection_layouts(
             value,
             indices,
             block_size=block_size,
-            rows=_checked_rows(rows, query, key),
+            rows=checked_rows(rows, query, key),
             for_backward=torch.is_grad_enabled(),
         )
     except NotImplementedError:
+        return None
+    except Exception as failure:
+        _do_without_kernel("selection_layouts", failure, by_name)
         return None
 
 
@@ -560,74 +571,3 @@ def merge_branches(
 def _asked_for(results: tuple[torch.Tensor, ...], return_lse: bool, return_weights: bool):
     asked = [results[0]] + [results[1]] * return_lse + [results[2]] * return_weights
     return asked[0] if len(asked) == 1 else tuple(asked)
-
-
-def _scaling(scaling: float | None, query: torch.Tensor) -> float:
-    return query.shape[-1] ** -0.5 if scaling is None else scaling
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"`{name}` must be one of {allowed}, got {value!r}.")
-
-
-def _check_at_least(name: str, value: int, lowest: int) -> None:
-    if value < lowest:
-        raise ValueError(f"`{name}` must be at least {lowest}, got {value}.")
-
-
-def _check_states(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    for name, states in (("query", query), ("key", key), ("value", value)):
-        if states.dim() != 4 or not states.is_floating_point():
-            raise ValueError(
-                f"`{name}` must be a floating point tensor (batch, heads, length, head_dim), got "
-                f"{tuple(states.shape)} of {states.dtype}."
-            )
-    batch, heads, q_len, dim = query.shape
-    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != dim:
-        raise ValueError(
-            "`key` and `value` must agree with `query` in batch and with each other in heads and length, and `key` "
-            f"in head_dim; got query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}."
-        )
-    if heads % key.shape[1]:
-        raise ValueError(
-            f"`query` heads must be a multiple of `key` heads, got {heads} and {key.shape[1]}; each KV head serves "
-            "the same number of query heads."
-        )
-    if q_len < 1:
-        raise ValueError("`query` must hold at least one token, got none; give the tokens to attend from.")
-    if key.shape[2] < q_len:
-        raise ValueError(
-            f"`key` must hold at least the queries' own tokens ({q_len}), got {key.shape[2]}; pass cached and new "
-            "keys together."
-        )
-
-
-def _check_sink(sink: torch.Tensor | None, query: torch.Tensor) -> None:
-    if sink is not None and sink.shape != (query.shape[1],):
-        raise ValueError(f"`sink` must have shape (heads,) = ({query.shape[1]},), got {tuple(sink.shape)}.")
-
-
-def _check_indices(indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
-    expected = (query.shape[0], key.shape[1], query.shape[2])
-    if indices.dim() != 4 or indices.shape[:3] != expected or indices.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"`indices` must be integers (batch, kv_heads, q_len, n) = ({', '.join(map(str, expected))}, n), got "
-            f"{tuple(indices.shape)} of {indices.dtype}; pass what the full layer returned for these queries."
-        )
-
-
-def _checked_rows(rows: Rows | None, query: torch.Tensor, key: torch.Tensor) -> Rows:
-    if rows is None:
-        return PLAIN_ROWS
-    batch, heads, q_len, _ = query.shape
-    rules = (
-        ("query_start", rows.query_start, ((batch,),)),
-        ("first_key", rows.first_key, ((batch, q_len), (batch, 1), (1, q_len), (1, 1))),
-        ("query_columns", rows.query_columns, ((batch, q_len), (1, q_len))),
-        ("visibility", rows.visibility, tuple((n, m, q_len, key.shape[2]) for n in (batch, 1) for m in (heads, 1))),
-    )
-    for name, tensor, shapes in rules:
-        if tensor is not None and tuple(tensor.shape) not in shapes:
-            raise ValueError(f"`rows.{name}` must have shape {shapes[0]}, got {tuple(tensor.shape)}.")
-    return rows

@@ -359,10 +359,10 @@ def selection_layouts(
         NotImplementedError: a block size, a length or a mask that the kernels do not take.
     """
     check_block_size(block_size)
-    if key.shape[2] > 2**26 or rows.visibility is not None:
+    if key.shape[2] > 2**26 or rows.visibility is not None or rows.query_columns is not None:
         raise NotImplementedError(
-            f"the Triton kernels take up to 2**26 keys, got {key.shape[2]}, and `rows` without `visibility`; use "
-            "backend='reference'."
+            f"the Triton kernels take up to 2**26 keys, got {key.shape[2]}, and `rows` without `visibility` and "
+            "`query_columns`; use backend='reference'."
         )
     indices = as_choices(indices)
     kv_len = key.shape[2]

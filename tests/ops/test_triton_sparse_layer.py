@@ -144,10 +144,11 @@ def test_gates_that_do_not_belong_together_are_refused():
         sparse_layer_attention(*states[:3], draw(states, 2).to(DEVICE), states[3][:, :, 1:], *states[4:6], **options)
 
 
-def test_compiled_graph_is_whole():
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_compiled_graph_is_whole(compiler):
     states = make_layer(20, 40)
     attend = call("triton", draw(states, 2), gates=True)
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=compiler)
     for x, y in zip(evaluate(compiled, states), evaluate(attend, states), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
