@@ -1,14 +1,14 @@
-"""Block-sparse attention with sinks: layouts, forward, backward, and the sparse layer around it."""
+"""Block-sparse attention with sinks: layouts, forward, backward, and what the size of the blocks changes."""
 
 from collections.abc import Iterator
 from functools import partial
 
 import torch
-from bench_window import attend as attend_window
 from checks import gradients_are_right, outputs_are_right
 from registry import (
     BLOCK_SIZE,
     CHECK_LENGTH,
+    N_SELECTED,
     SHAPES,
     SHARING_LAYERS,
     Baselines,
@@ -19,67 +19,88 @@ from registry import (
     median_ms,
 )
 
-from hysparse_hf.modeling.attention_hysparse import block_sparse_attention
-from hysparse_hf.modeling.rows_hysparse import PLAIN_ROWS
-from hysparse_hf.modeling.triton_block_sparse import block_sparse_attention as block_sparse_kernel
-from hysparse_hf.modeling.triton_block_sparse import selection_layouts
+from hysparse_hf.modeling.attention_hysparse import (
+    block_sparse_attention,
+    full_attention_with_oracle,
+    selection_layouts,
+)
 
 
-def attend(query, key, value, indices, *, sink, backend="triton", **options):
+# At one budget of tokens; larger texts would only repeat the comparison.
+OTHER_BLOCK_SIZES = (32, 128)
+LONGEST_FOR_OTHERS = 32768
+
+
+def attend(query, key, value, indices, *, sink, block_size=BLOCK_SIZE, backend="triton", **options):
     """The public operation."""
     return block_sparse_attention(
-        query, key, value, indices, block_size=BLOCK_SIZE, sink=sink, backend=backend, **options
+        query, key, value, indices, block_size=block_size, sink=sink, backend=backend, **options
     )
 
 
 def measure(shape: str, n: int, baselines: Baselines) -> Iterator[Row]:
-    """Rows of one shape and length, for correlated and for random choices."""
+    """Rows of one shape and length, for correlated and for random choices, and for blocks of other sizes."""
     for kind in ("correlated", "random"):
-        yield from measure_set(shape, n, baselines, kind)
+        yield from measure_set(shape, n, baselines, kind, BLOCK_SIZE)
+    for block_size in OTHER_BLOCK_SIZES if n <= LONGEST_FOR_OTHERS else ():
+        yield from measure_set(shape, n, baselines, "correlated", block_size)
 
 
-def measure_set(shape: str, n: int, baselines: Baselines, kind: str) -> Iterator[Row]:
+def measure_set(shape: str, n: int, baselines: Baselines, kind: str, block_size: int) -> Iterator[Row]:
     """Rows of one index set; each sparse layer bears its share of the layouts."""
     heads, kv_heads = SHAPES[shape]
     states = make_states(shape, n)
     sink = torch.randn(heads, device="cuda")
     grad = torch.randn_like(states[0])
-    kernel = partial(attend, sink=sink)
-    reference = partial(attend, sink=sink, backend="reference")
-    indices = index_set(kind, kv_heads, n)
-    options = {"block_size": BLOCK_SIZE, "rows": PLAIN_ROWS}
-    unions = median_ms(lambda: selection_layouts(*states, indices, for_backward=False, **options))
-    all_layouts = median_ms(lambda: selection_layouts(*states, indices, for_backward=True, **options))
-    layouts = selection_layouts(*states, indices, for_backward=True, **options)
+    kernel = partial(attend, sink=sink, block_size=block_size)
+    reference = partial(kernel, backend="reference")
+    n_selected = N_SELECTED * BLOCK_SIZE // block_size
+    indices = index_set(kind, kv_heads, n, n_selected, block_size)
+
+    def lay_out():
+        return selection_layouts(*states, indices, block_size=block_size, backend="triton")
+
+    with torch.no_grad():
+        unions = median_ms(lay_out)
+    all_layouts = median_ms(lay_out)
+    layouts = lay_out()
+    layer = partial(kernel, layouts=layouts)
     union = layouts.counts[..., 1].float().mean().item()
-    extra = {"sharing_layers": SHARING_LAYERS, "mean_union": round(union, 1), "block_size": BLOCK_SIZE}
-
+    extra = {
+        "sharing_layers": SHARING_LAYERS,
+        "block_size": block_size,
+        "mean_union": round(union, 1),
+        # Of the tokens that a tile of queries multiplies, those that its queries chose.
+        "useful_tokens": round((indices >= 0).sum(-1).float().mean().item() / union, 3),
+    }
     right = outputs_are_right(lambda *parts: kernel(*parts, indices), reference, states, indices)
-    yield Row("layouts", "forward", shape, n, unions, "none", None, right, kind)
-    yield Row("layouts", "forward+backward", shape, n, all_layouts, "none", None, right, kind)
+    yield Row("layouts", "forward", shape, n, unions, "none", None, right, kind, {"block_size": block_size})
+    yield Row(
+        "layouts", "forward+backward", shape, n, all_layouts, "none", None, right, kind, {"block_size": block_size}
+    )
 
-    def layer(query, key, value):
-        shared = {"scaling": query.shape[-1] ** -0.5, "sink": sink, "layouts": layouts, **options}
-        return block_sparse_kernel(query, key, value, indices, **shared)[0]
-
-    alone = median_ms(lambda: layer(*states))
-    ms = alone + unions / SHARING_LAYERS
+    ms = median_ms(lambda: layer(*states, indices)) + unions / SHARING_LAYERS
     dense = baselines.dense(shape, n, "forward")
+    if n <= LONGEST_FOR_OTHERS and kind == "correlated":
+        extra["oracle_ms"], extra["topk_ms"] = oracle_ms(states, block_size, n_selected)
     yield Row("block_sparse", "forward", shape, n, ms, "cudnn dense", dense, right, kind, extra)
 
     few = make_states(shape, CHECK_LENGTH)
-    right = gradients_are_right(kernel, reference, few, index_set(kind, kv_heads, CHECK_LENGTH))
-    ms = backward_ms(layer, states, grad) + (all_layouts - unions) / SHARING_LAYERS
+    few_indices = index_set(kind, kv_heads, CHECK_LENGTH, n_selected, block_size)
+    right = gradients_are_right(kernel, reference, few, few_indices)
+    ms = backward_ms(lambda *parts: layer(*parts, indices), states, grad) + (all_layouts - unions) / SHARING_LAYERS
     dense = baselines.dense(shape, n, "backward")
     yield Row("block_sparse", "backward", shape, n, ms, "cudnn dense", dense, right, kind, extra)
 
-    if kind == "correlated":
-        gates = [torch.randn(1, n, heads * grad.shape[-1], device="cuda", dtype=grad.dtype) for _ in range(2)]
 
-        def sparse_layer():
-            branches = layer(*states), attend_window(*states, sink=sink)
-            merged = [branch.transpose(1, 2).flatten(2) for branch in branches]
-            return merged[0] * torch.sigmoid(gates[0]) + merged[1] * torch.sigmoid(gates[1])
+def oracle_ms(states: list[torch.Tensor], block_size: int, n_selected: int) -> tuple[float, float]:
+    """Full attention with its oracle, and the part of it that chooses from the stored scores."""
 
-        ms = median_ms(sparse_layer)
-        yield Row("sparse_layer", "forward", shape, n, ms, "its block-sparse part", alone, right, kind)
+    def choose():
+        return full_attention_with_oracle(*states, block_size=block_size, n_selected=n_selected, backend="triton")
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        choose()
+        torch.cuda.synchronize()
+    topk = sum(event.device_time_total for event in profile.key_averages() if "topk" in event.key) / 1000
+    return median_ms(choose), topk

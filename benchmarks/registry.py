@@ -102,7 +102,8 @@ class Baselines:
 def index_set(kind: str, kv_heads: int, n: int, n_selected: int = N_SELECTED, block_size: int = BLOCK_SIZE):
     """Indices `(1, kv_heads, n, n_selected)`: every query chooses its own block and others among those it sees.
 
-    `random` draws from all of them, `correlated` from a pool of 32 that 64 neighbouring queries share.
+    `random` draws from all of them, `correlated` from a pool twice as large as the choice (32 blocks of 64) that 64
+    neighbouring queries share.
     """
     generator = torch.Generator(device="cuda").manual_seed(0)
     blocks = triton.cdiv(n, block_size)
@@ -114,7 +115,7 @@ def index_set(kind: str, kv_heads: int, n: int, n_selected: int = N_SELECTED, bl
         if kind == "correlated":
             pool = torch.rand(kv_heads, len(own) // 64, blocks, device="cuda", generator=generator)
             pool = pool.masked_fill(ids > own[::64, None], -1)
-            kept = pool.topk(min(32, blocks), -1).indices
+            kept = pool.topk(min(2 * n_selected, blocks), -1).indices
             scores += torch.zeros_like(pool).scatter_(2, kept, 1.0).repeat_interleave(64, 1)
         scores = scores.masked_fill(ids > own[:, None], -1)
         scores.scatter_(2, own[None, :, None].expand(kv_heads, -1, 1), 3.0)

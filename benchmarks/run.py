@@ -1,6 +1,6 @@
 """Measure the operations beside their baselines, print a table, write JSON.
 
-python benchmarks/run.py [--ops oracle,block_sparse,window] [--shapes g4,g16] [--lengths 8192,32768] [--output FILE]
+python benchmarks/run.py [--ops oracle,block_sparse] [--shapes g4,g16] [--lengths 8192,32768] [--output FILE]
 
 With `--output results.json` a plot is drawn into `results.png` where matplotlib is installed.
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import bench_block_sparse
 import bench_oracle
+import bench_sparse_layer
 import bench_window
 import torch
 from registry import SHAPES, Baselines, Row, describe
@@ -22,14 +23,15 @@ from registry import SHAPES, Baselines, Row, describe
 OPERATIONS = {
     "oracle": bench_oracle.measure,
     "block_sparse": bench_block_sparse.measure,
+    "sparse_layer": bench_sparse_layer.measure,
     "window": bench_window.measure,
 }
 
 
 def print_row(row: Row) -> None:
     """One line of the table, or the reason why there is none."""
-    variant = row.index_set or row.extra.get("variant", "")
-    name = f"{row.op:<13}{row.passed_over:<17}{row.shape:<5}{row.n:>7}  {variant:<11}"
+    variant = f"{row.index_set or row.extra.get('variant', '')} {row.extra.get('block_size', '')}"
+    name = f"{row.op:<13}{row.passed_over:<17}{row.shape:<5}{row.n:>7}  {variant:<15}"
     if not row.check_passed:
         print(f"{name} withheld: its check failed", flush=True)
         return
@@ -47,7 +49,7 @@ def main() -> int:
     arguments = parser.parse_args()
     header = describe()
     print(", ".join(f"{key} {value}" for key, value in header.items()))
-    print(f"{'op':<13}{'pass':<17}{'shape':<5}{'n':>7}  {'set':<11}{'ms':>10}{'base ms':>10}{'ratio':>8}")
+    print(f"{'op':<13}{'pass':<17}{'shape':<5}{'n':>7}  {'set':<15}{'ms':>10}{'base ms':>10}{'ratio':>8}")
     rows = []
     baselines = Baselines()
     for length in arguments.lengths.split(","):
