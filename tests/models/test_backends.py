@@ -12,7 +12,12 @@ from hysparse_hf.modeling import attention_hysparse
 
 pytest.importorskip("triton")
 
-from hysparse_hf.modeling import triton_block_sparse, triton_full_attention, triton_sliding_window  # noqa: E402
+from hysparse_hf.modeling import (  # noqa: E402
+    triton_block_sparse,
+    triton_full_attention,
+    triton_selection_layouts,
+    triton_sliding_window,
+)
 
 
 # Per operation the module and the kernel of its forward pass.
@@ -69,6 +74,19 @@ def test_a_kernel_that_fails_gives_way_to_the_reference_with_one_warning_D07(mod
     assert len(caplog.records) == 1
     assert f"`{operation}`" in caplog.text
     assert "PassManager::run failed" in caplog.text
+
+
+def test_layouts_that_fail_are_left_to_each_layer_D07(model, monkeypatch, caplog):
+    kernel = FailingKernel(RuntimeError("PassManager::run failed"))
+    monkeypatch.setattr(triton_selection_layouts, "_tile_union_kernel", kernel)
+    states = [torch.zeros(1, 1, 40, 16, device=DEVICE)] * 3
+    indices = torch.zeros(1, 1, 40, 1, dtype=torch.int32, device=DEVICE)
+    with caplog.at_level(logging.WARNING, logger=attention_hysparse.__name__):
+        for _ in range(2):
+            assert attention_hysparse.selection_layouts(*states, indices, block_size=16) is None
+    assert (kernel.launches, len(caplog.records)) == (1, 1)
+    with pytest.raises(RuntimeError, match="PassManager"):
+        attention_hysparse.selection_layouts(*states, indices, block_size=16, backend="triton")
 
 
 def test_a_kernel_asked_for_by_name_fails_aloud_D07(model, monkeypatch):
