@@ -100,7 +100,8 @@ class HySparseCache(DynamicCache):
         """Slots held; of a pre-allocated cache a tensor, as the library's static cache gives."""
         if self.max_cache_len is None:
             return super().get_seq_length(layer_idx)
-        return 0 if self._is_empty else self.length
+        # A copy, which later tokens do not change.
+        return 0 if self._is_empty else self.length.clone()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         if self.max_cache_len is not None and self._is_empty:
@@ -133,7 +134,7 @@ class HySparseCache(DynamicCache):
         counts = (self.row_counts - self.removed).clamp(min=0).to(device)
         return TokenLayout(
             positions=counts[:, None] + torch.arange(q_len, device=device),
-            past=self._columns_before(self.get_seq_length(), q_len),
+            past=self.get_seq_length() if self.max_cache_len is None else self.max_cache_len - q_len,
             rows=Rows(query_start=counts),
             past_counts=counts,
             new_counts=torch.full_like(counts, q_len),
@@ -147,12 +148,7 @@ class HySparseCache(DynamicCache):
         if attention_mask.shape[1] == q_len:
             counts = (self.row_counts - self.removed).clamp(min=0).to(attention_mask.device)
         layout = layout_of_mask(attention_mask, q_len, counts)
-        return replace(
-            layout, past=self._columns_before(layout.past, q_len), rows=Rows(query_start=layout.past_counts)
-        )
-
-    def _columns_before(self, length: torch.Tensor | int, q_len: int) -> int:
-        return length if self.max_cache_len is None else self.max_cache_len - q_len
+        return replace(layout, past=self.max_cache_len - q_len, rows=Rows(query_start=layout.past_counts))
 
     def check_rows(self, layout: TokenLayout) -> None:
         """Raise `ValueError` where a mask hides more cached tokens than windows can undo. Reads the data."""

@@ -131,7 +131,7 @@ def run_in_chunks(
 ) -> tuple[torch.Tensor, object]:
     """Feed `ids` piece by piece into one cache (a new one if None); returns all logits, and the cache."""
     outputs = []
-    done = start = 0 if cache is None else cache.get_seq_length()
+    done = start = 0 if cache is None else int(cache.get_seq_length())
     for size in chunks:
         mask = None if attention_mask is None else attention_mask[:, : done + size]
         piece = ids[:, done - start : done - start + size]
