@@ -2,15 +2,13 @@
 
 import importlib.metadata
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from fresh_process import run_isolated
 from models.tiny import SWITCHES, draw_ids, tiny_config, tiny_model
 from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
@@ -19,38 +17,7 @@ import import_rules
 from hysparse_hf import HySparseConfig, HySparseForCausalLM, HySparseModel
 
 
-# Prepended to every fresh process: neither the blocked packages nor the network can be reached.
-ISOLATED = """
-import importlib.abc, json, socket, sys
-argument = json.loads(sys.argv[1])
-class Blocked(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in argument["blocked"]:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Blocked())
-def refuse(*args, **kwargs):
-    raise OSError("the network is blocked")
-socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
-import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-torch.set_num_threads(argument["threads"])
-"""
-
 IDS = draw_ids(2, 40)
-
-
-def run_isolated(body, cache, blocked=("hysparse_hf", "triton"), **argument):
-    """Run `body` in a fresh process and return what it prints last, as JSON."""
-    argument |= {"threads": torch.get_num_threads(), "blocked": blocked}
-    done = subprocess.run(
-        [sys.executable, "-c", ISOLATED + body, json.dumps(argument)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "HF_MODULES_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def save_tokenizer(folder):
