@@ -402,7 +402,7 @@ MUTANTS = {
         MODEL,
         "vocab_size=self.config.vocab_size, **kwargs)",
         "vocab_size=self.config.vocab_size)",
-        f"{TRAINING}::TestTrainer::test_accumulation_gives_the_gradients_of_one_batch_F01",
+        "tests/models/test_trainer.py::TestTrainer::test_accumulation_gives_the_gradients_of_one_batch_F01",
     ),
     "F12-documents-run-together": Mutant(
         ROWS,

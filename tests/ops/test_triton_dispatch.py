@@ -12,6 +12,7 @@ from hysparse_hf.modeling.attention_hysparse import (
     full_attention_with_oracle,
     resolve_backend,
     sliding_window_attention,
+    sparse_layer_attention,
 )
 from hysparse_hf.modeling.rows_hysparse import Rows
 
@@ -52,6 +53,13 @@ def test_more_keys_than_the_kernels_number_are_refused_by_name():
     indices = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(NotImplementedError, match=r"up to 2\*\*26 keys, got 67108865"):
         block_sparse_attention(query, key, value, indices, block_size=16, backend="triton")
+
+
+def test_branches_of_two_dtypes_are_refused_by_name():
+    states, window = make_states(4), make_states(4, dtype=torch.float16)
+    indices = torch.zeros(1, 1, 4, 1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="both branches in one dtype"):
+        sparse_layer_attention(*states, indices, *window, block_size=16, window=2, backend="triton")
 
 
 def test_auto_goes_to_the_reference_and_says_so_once(monkeypatch, caplog):
