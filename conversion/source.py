@@ -227,6 +227,11 @@ class GgufSource:
         self.files = [path]
         self.shards = [path.name]
         config = self._load(AutoConfig)
+        if getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
+            raise NotImplementedError(
+                f"{path.name} holds a mixture of experts, and what transformers reads of one leaves out the experts' "
+                "width and whether their weights add up to one; convert the original checkpoint."
+            )
         self.raw_config = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
         self._config = config
         self._model: PreTrainedModel | None = None
@@ -250,7 +255,7 @@ class GgufSource:
         """The source model itself, in evaluation mode."""
         if dtype in (None, torch.float32):
             return self._loaded()
-        return self._load(AutoModelForCausalLM, dtype=dtype).eval()
+        return self._load_model(dtype)
 
     def load_tokenizer(self):
         """The tokenizer inside the file."""
@@ -284,9 +289,19 @@ class GgufSource:
                 f"{error}; fetch it again, or convert the original checkpoint."
             ) from error
 
+    def _load_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        model, report = self._load(AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
+        if report["missing_keys"]:
+            # The library gives them random values: of a Mixtral file, say, which names itself a Llama.
+            raise ValueError(
+                f"{self.path.name} must hold every weight of a {type(model).__name__}, and lacks "
+                f"{', '.join(sorted(report['missing_keys']))}; convert the original checkpoint."
+            )
+        return model.eval()
+
     def _loaded(self) -> PreTrainedModel:
         if self._model is None:
-            self._model = self._load(AutoModelForCausalLM, dtype=torch.float32).eval()
+            self._model = self._load_model(torch.float32)
         return self._model
 
 

@@ -36,9 +36,17 @@ def interleaved(weight, heads):
 def tiny_gguf(make_source, tmp_path):
     """A file with a tokenizer, written from a tied dense model; returns `(path, model)`."""
     _, model = make_source(tie_word_embeddings=True, name="unused")
-    config = model.config
     path = tmp_path / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
+    write_gguf(path, model)
+    return path, model
+
+
+def write_gguf(path, model, architecture="llama", experts=0, without="nothing"):
+    """Write a model's file, without the tensors that have `without` in their names."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    if experts:
+        writer.add_expert_count(experts)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -61,6 +69,8 @@ def tiny_gguf(make_source, tmp_path):
     writer.add_chat_template("{{ messages[0]['content'] }}")
     rotated = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
+        if without in name:
+            continue
         module = name.removesuffix(".weight")
         if module.startswith("model.layers."):
             layer, part = module.removeprefix("model.layers.").split(".", 1)
@@ -72,7 +82,6 @@ def tiny_gguf(make_source, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path, model
 
 
 def test_gguf_file_equals_the_model_that_it_was_written_from(tiny_gguf, convert_naive, token_ids):
@@ -81,6 +90,24 @@ def test_gguf_file_equals_the_model_that_it_was_written_from(tiny_gguf, convert_
     assert dense_difference(model, out, token_ids) < 1e-5 * model(token_ids).logits.abs().max().item()
     assert module_faults(path, out, token_ids) == {}
     assert weight_faults(path, out) == []
+
+
+def test_H06_file_that_lacks_weights_is_refused_by_name(make_source, convert_naive, tmp_path):
+    """As a Mixtral file is read: it names itself a Llama, and its experts are nowhere."""
+    _, model = make_source(tie_word_embeddings=True, name="unused")
+    write_gguf(tmp_path / "tiny.gguf", model, experts=4, without="layers.3.mlp.up_proj")
+    with pytest.raises(
+        ValueError, match=r"every weight of a LlamaForCausalLM, and lacks model\.layers\.3\.mlp\.up_proj"
+    ):
+        convert_naive(tmp_path / "tiny.gguf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_file_of_a_mixture_of_experts_is_refused(make_source, convert_naive, tmp_path):
+    _, model = make_source(tie_word_embeddings=True, name="unused")
+    write_gguf(tmp_path / "tiny.gguf", model, "qwen3moe", experts=4, without="mlp")
+    with pytest.raises(NotImplementedError, match=r"tiny\.gguf holds a mixture of experts"):
+        convert_naive(tmp_path / "tiny.gguf")
 
 
 def test_gguf_target_is_an_ordinary_checkpoint(tiny_gguf, convert_naive):
