@@ -6,6 +6,7 @@ finds in a long text, and the error of each layer's attention. One model is in m
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def verify(
     windows: int = 1,
     samples: int = 100,
     sample_length: int | None = None,
+    rungs: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Check a converted checkpoint against its source and measure the ladder between them.
 
@@ -61,6 +63,8 @@ def verify(
         windows (`int`): windows per text file.
         samples (`int`): passkeys to look for; 0 for none.
         sample_length (`int`, *optional*): tokens of a passkey's text; default: `length`.
+        rungs (`Sequence[int]`, *optional*): measure only these; the comparison of rung 0 with the source is always
+            made. Default: all up to the checkpoint itself.
     Returns:
         `dict`: `faults`: one line each, beginning with the tensor or module, empty for a right conversion; `tensors`:
         how many are equal, new and fitted, and how far each fitted one is from its source; and unless a tensor is
@@ -71,7 +75,8 @@ def verify(
     """
     opened, out = open_source(source), Path(out)
     config = HySparseConfig.from_pretrained(out)
-    rungs = rungs_of(config)
+    ladder = rungs_of(config)
+    asked = _asked(rungs, len(ladder))
     report: dict[str, Any] = {
         "source": opened.name,
         "checkpoint": out.resolve().name,
@@ -89,7 +94,7 @@ def verify(
     teacher = predict(on_device(opened.load_model(torch.float32)), texts, "source")
     dense: AttentionStates | None = None
     report["ladder"] = []
-    for rung in logging.tqdm(rungs, desc="ladder", unit="rung"):
+    for rung in logging.tqdm([ladder[number] for number in sorted({0, *asked})], desc="ladder", unit="rung"):
         model = on_device(load_rung(rung, opened, out))
         figures = compare_predictions(teacher, predict(model, texts, f"rung {rung.number}"), texts)
         if dense is None:
@@ -99,15 +104,23 @@ def verify(
             if report["faults"]:
                 return report
             dense = record_attention(model, texts[0].windows[0])
-        report["ladder"].append(
-            {"rung": rung.number, "name": rung.name, "switches": rung.switches}
-            | record_of(figures, texts)
-            | {"retrieval": measure_retrieval(model, passkeys, f"rung {rung.number}") if passkeys else None}
-            | _error_record(attention_errors(model, texts[0].windows[0], dense), config)
-        )
+        if rung.number in asked:
+            report["ladder"].append(
+                {"rung": rung.number, "name": rung.name, "switches": rung.switches}
+                | record_of(figures, texts)
+                | {"retrieval": measure_retrieval(model, passkeys, f"rung {rung.number}") if passkeys else None}
+                | _error_record(attention_errors(model, texts[0].windows[0], dense), config)
+            )
         # The next rung is loaded into the room of this one.
         del model
     return report
+
+
+def _asked(rungs: Sequence[int] | None, count: int) -> list[int]:
+    asked = list(range(count)) if rungs is None else sorted(set(rungs))
+    if not asked or not 0 <= asked[0] <= asked[-1] < count:
+        raise ValueError(f"`rungs` must be among 0 to {count - 1}, where this checkpoint's ladder ends, got {rungs}.")
+    return asked
 
 
 def _passkeys(source: Source, samples: int, length: int) -> list[Passkey]:
@@ -204,6 +217,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample-length", type=int, metavar="TOKENS", help="of the text around a passkey (default: --length)"
     )
+    parser.add_argument("--rungs", type=int, nargs="+", metavar="N", help="measure only these (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report there")
 
 
@@ -217,6 +231,7 @@ def run(args: argparse.Namespace) -> int:
         windows=args.windows,
         samples=args.samples,
         sample_length=args.sample_length,
+        rungs=args.rungs,
     )
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

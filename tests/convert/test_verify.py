@@ -30,7 +30,8 @@ def test_report_of_a_right_conversion(converted, token_ids):
     assert report["faults"] == []
     assert report["tensors"] == {"equal": len(model.state_dict()), "new": 18, "fitted": {}}
     difference = report["dense_difference"]
-    assert difference["largest"] < 1e-5 * difference["largest_logit"]
+    # Looser on a GPU, where the kernels have float32 sums of their own; `test_parity` has the rule of 1e-5.
+    assert difference["largest"] < (1e-4 if torch.cuda.is_available() else 1e-5) * difference["largest_logit"]
     assert [rung["rung"] for rung in report["ladder"]] == [0, 1, 2, 3]
     divergences = [rung["kl"] for rung in report["ladder"]]
     assert divergences[0] < 1e-6
@@ -39,6 +40,16 @@ def test_report_of_a_right_conversion(converted, token_ids):
         assert list(rung["errors_by_position"]) == ["0", "1", "2", "3"]
         # Full layers are the source's own on every rung.
         assert rung["errors_by_position"]["0"] < 1e-6
+
+
+def test_only_the_rungs_asked_for_are_measured(converted, token_ids):
+    source, _, out = converted
+    whole = verify(source, out, text=token_ids, samples=0)
+    part = verify(source, out, text=token_ids, samples=0, rungs=[3, 1])
+    assert part["ladder"] == [whole["ladder"][1], whole["ladder"][3]]
+    assert part["dense_difference"] == whole["dense_difference"]
+    with pytest.raises(ValueError, match="among 0 to 3, where this checkpoint's ladder ends"):
+        verify(source, out, text=token_ids, rungs=[4])
 
 
 def naive_figures(first, second, windows):
