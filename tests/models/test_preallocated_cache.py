@@ -232,6 +232,17 @@ def test_a_length_that_is_not_positive_is_an_error(length):
         HySparseCache(tiny_config(), max_cache_len=length)
 
 
+def test_offloading_buffers_that_must_stay_is_an_error():
+    with pytest.raises(ValueError, match="got both; leave out one"):
+        HySparseCache(tiny_config(), max_cache_len=8, offloading=True)
+
+
+def test_the_length_of_one_layer_is_an_error():
+    cache = HySparseCache(tiny_config(), max_cache_len=20)
+    with pytest.raises(NotImplementedError, match=r"ask `cache\.get_seq_length\(\)`"):
+        cache.layers[0].get_seq_length()
+
+
 def test_gradients_are_refused():
     model = tiny_model()
     with pytest.raises(ValueError, match="require gradients"):
