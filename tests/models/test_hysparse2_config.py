@@ -123,6 +123,15 @@ class TestPaper:
         assert used == 5 * 1 * 512 * 1_048_576 + 24 * 128 * 512
         assert round(used / 1e9, 3) == 2.686
 
+    def test_parameters_are_80_billion(self):
+        with torch.device("meta"):
+            model = HySparse2ForCausalLM(HySparse2Config.paper_80b_a3b())
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        assert round(sum(sizes.values()) / 1e9, 1) == 80.3
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        embeddings = sizes["model.embed_tokens.weight"] + sizes["lm_head.weight"]
+        assert round((sum(sizes.values()) - experts * 504 // 512 - embeddings) / 1e9, 2) == 6.05
+
     def test_fields_may_be_changed(self):
         assert HySparse2Config.paper_80b_a3b(sliding_window=64).sliding_window == 64
 
