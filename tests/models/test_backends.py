@@ -96,6 +96,12 @@ def test_a_kernel_asked_for_by_name_fails_aloud_D07(model, monkeypatch):
         attention_hysparse.sliding_window_attention(*states, window=2, backend="triton")
 
 
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention", "made_up"])
+def test_attention_implementations_of_others_are_refused(implementation):
+    with pytest.raises(ValueError, match="support"):
+        tiny_model().set_attn_implementation(implementation)
+
+
 def test_running_out_of_memory_is_no_reason_for_the_reference_D07(model, monkeypatch):
     monkeypatch.setattr(
         *KERNELS["sliding_window_attention"], FailingKernel(torch.OutOfMemoryError("CUDA out of memory"))
