@@ -329,6 +329,13 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return outputs, outputs.last_hidden_state[:, kept, :]
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refuse the library's paged cache, behind `generate_batch()`: its requests would fail one by one, unseen."""
+        raise NotImplementedError(
+            "continuous batching (`generate_batch`) keeps keys in pages of its own, layer by layer, and sparse layers "
+            "read a full layer's; call `generate()` with a padded batch."
+        )
+
     def create_masks_for_generate(self, *, attention_mask, inputs_embeds, is_first_iteration=False, **kwargs):
         """The mask that `generate()` passes with a pre-allocated cache: of the new tokens alone, once rows are known.
 
