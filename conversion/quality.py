@@ -53,7 +53,8 @@ class Figures:
     def record(self) -> dict[str, float]:
         """`kl` of the second model from the first, `perplexity` of both, share of equal top tokens, `tokens`."""
         return {
-            "kl": self.divergence / self.tokens,
+            # Rounding may leave a sum of nothing below 0.
+            "kl": max(0.0, self.divergence) / self.tokens,
             "first_perplexity": math.exp(self.loss_first / self.tokens),
             "perplexity": math.exp(self.loss_second / self.tokens),
             "same_token": self.same / self.tokens,

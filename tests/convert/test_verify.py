@@ -243,6 +243,15 @@ def test_fitted_conversion_passes_with_its_projections_named(make_source, tmp_pa
     assert module_faults(source, tmp_path / "out", token_ids) == {}
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_H06_mixture_of_experts_has_a_ladder(make_source, convert_naive, token_ids, family):
+    experts = {"num_local_experts": 4} if family == "Mixtral" else {"num_experts": 4, "moe_intermediate_size": 40}
+    source, _ = make_source(family, num_experts_per_tok=2, **experts)
+    report = verify(source, convert_naive(source), text=token_ids, samples=0, rungs=[0, 3])
+    assert report["faults"] == []
+    assert report["ladder"][0]["kl"] < 1e-6 < report["ladder"][1]["kl"]
+
+
 def test_training_free_conversion_is_rung_1(make_source, convert_naive, token_ids):
     source, _ = make_source()
     out = convert_naive(source, keep_kv=True)
