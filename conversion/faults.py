@@ -232,8 +232,8 @@ def module_faults(
     return faults
 
 
-def _relative_difference(actual: torch.Tensor | tuple, expected: torch.Tensor | tuple) -> float:
-    """Largest difference over the largest value; of a router, of its logits and of its weights."""
+def _relative_difference(actual: Any, expected: Any) -> float:
+    """Largest difference of two tensors over the largest value; of a router's tuples, of its logits and weights."""
     if isinstance(expected, tuple):
         parts = zip(actual, expected, strict=True)
         return max(_relative_difference(*pair) for pair in parts if pair[1].is_floating_point())

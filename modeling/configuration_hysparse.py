@@ -218,7 +218,7 @@ class HySparseConfig(PreTrainedConfig):
             changes: fields that shall differ.
         Source: HySparse (arXiv:2602.03560), its two models.
         """
-        fields = {
+        fields: dict[str, Any] = {
             "vocab_size": 128000,
             "hidden_size": 4096,
             "intermediate_size": 8192,
@@ -244,7 +244,7 @@ class HySparseConfig(PreTrainedConfig):
             changes: fields that shall differ.
         Source: HySparse (arXiv:2602.03560), its two models.
         """
-        fields = {
+        fields: dict[str, Any] = {
             "vocab_size": 128000,
             "hidden_size": 2048,
             "intermediate_size": 5632,

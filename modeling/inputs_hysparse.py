@@ -160,7 +160,7 @@ def last_tokens(
     assert given is not None
     batch, q_len = given.shape[:2]
     is_masked = attention_mask is not None and attention_mask.dim() == 2
-    layout = layout_of_mask(attention_mask.to(given.device), q_len) if is_masked else None  # type: ignore[union-attr]
+    layout = layout_of_mask(attention_mask.to(given.device), q_len) if is_masked else None
     documents = packed_rows(position_ids, cu_seqlens, q_len, layout)
     if documents is not None and _restarts(documents, while_tracing=False):
         raise ValueError(

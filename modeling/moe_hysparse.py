@@ -81,7 +81,9 @@ def balance_loss(
         attention_mask = attention_mask[:, -q_len:]
     else:
         attention_mask = None
-    return load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, attention_mask)
+    sizes = (config.num_experts, config.num_experts_per_tok)
+    # The library annotates a tuple of one layer, and an int for none.
+    return load_balancing_loss_func(router_logits, *sizes, attention_mask)  # type: ignore[arg-type, return-value]
 
 
 __all__ = ["HySparseExperts", "HySparseMoE", "HySparseRouter", "balance_loss"]
