@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 
 import import_rules
-from hysparse_hf import HySparseConfig, HySparseForCausalLM, HySparseModel
+from hysparse_hf import HySparseConfig, HySparseForCausalLM, HySparseForSequenceClassification, HySparseModel
 
 
 IDS = draw_ids(2, 40)
@@ -433,6 +433,18 @@ class TestStateDict:
         assert torch.equal(loaded(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits)
 
 
+EVERY_CLASS = pytest.mark.parametrize(
+    ("auto", "model_class"),
+    [
+        pytest.param(transformers.AutoModel, HySparseModel, id="base"),
+        pytest.param(transformers.AutoModelForCausalLM, HySparseForCausalLM, id="causal"),
+        pytest.param(
+            transformers.AutoModelForSequenceClassification, HySparseForSequenceClassification, id="classification"
+        ),
+    ],
+)
+
+
 class TestClasses:
     def test_head_checkpoint_loads_as_base_model_E05(self, tmp_path):
         model = tiny_model()
@@ -448,18 +460,31 @@ class TestClasses:
         loaded = HySparseForCausalLM.from_pretrained(tmp_path)
         assert torch.equal(loaded(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits)
 
-    @pytest.mark.parametrize("model_class", [HySparseForCausalLM, HySparseModel], ids=lambda c: c.__name__)
-    def test_every_class_runs_post_init_E05(self, model_class):
+    @EVERY_CLASS
+    def test_every_class_runs_post_init_E05(self, auto, model_class):
         assert isinstance(model_class(tiny_config()).all_tied_weights_keys, dict)
+
+    @EVERY_CLASS
+    def test_every_auto_class_loads_its_own_E05(self, auto, model_class, tmp_path):
+        model_class(tiny_config()).save_pretrained(tmp_path)
+        model, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+        assert type(model) is model_class
+        assert {kind: list(info[f"{kind}_keys"]) for kind in ("missing", "unexpected")} == {
+            "missing": [],
+            "unexpected": [],
+        }
 
     def test_generate_is_mixed_in_behind_the_model_E11(self):
         order = [parent.__name__ for parent in HySparseForCausalLM.__mro__]
         assert order.index("PreTrainedModel") < order.index("GenerationMixin")
         assert hasattr(HySparseForCausalLM, "generate")
 
-    def test_no_split_names_a_class_that_exists_F08(self):
-        names = {type(module).__name__ for module in tiny_model().modules()}
-        assert set(HySparseForCausalLM._no_split_modules) <= names
+    @EVERY_CLASS
+    @pytest.mark.parametrize("experts", [0, 4], ids=["dense", "experts"])
+    def test_no_split_names_a_class_that_exists_F08(self, auto, model_class, experts):
+        config = tiny_config(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=24)
+        names = {type(module).__name__ for module in model_class(config).modules()}
+        assert set(model_class._no_split_modules) <= names
 
 
 class TestDtype:
