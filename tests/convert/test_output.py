@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fresh_process import run_isolated
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -304,30 +305,22 @@ def test_companions_are_copied(make_source, convert_naive):
     assert "cache_implementation" not in json.loads((out / "generation_config.json").read_text())
 
 
-FRESH = """
-    import socket, sys
-    class Blocked:
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] in ("hysparse_hf", "triton"):
-                raise ImportError("blocked")
-    sys.meta_path.insert(0, Blocked())
-    def refuse(*args, **kwargs):
-        raise OSError("the network is blocked")
-    socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
-    import torch
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-    folder, logits, again = sys.argv[1:]
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    ids = torch.arange(3, 43)[None]
-    torch.save(model(ids).logits, logits)
-    assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "hysparse"
-    assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "HySparseModel"
-    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > 40
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    assert tokenizer.decode(tokenizer("some words").input_ids) == "some words"
-    assert AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="float16").dtype == torch.float16
-    model.save_pretrained(again)
-    tokenizer.save_pretrained(again)
+USE_AND_SAVE_AGAIN = """
+folder, again = argument["folder"], argument["again"]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+ids = torch.arange(3, 43)[None]
+torch.save(model(ids).logits, argument["logits"])
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model.save_pretrained(again)
+tokenizer.save_pretrained(again)
+load = AutoModelForCausalLM.from_pretrained
+print(json.dumps({
+    "model_type": AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type,
+    "base": type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__,
+    "new_tokens": model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape[1] - 40,
+    "words": tokenizer.decode(tokenizer("some words").input_ids),
+    "dtypes": [str(load(folder, trust_remote_code=True, dtype=dtype).dtype) for dtype in ("auto", "float16")],
+}))
 """
 
 
@@ -339,13 +332,16 @@ def test_E06_E09_E10_E16_loads_and_saves_again_without_the_package_triton_and_ne
     letters.save_pretrained(source)
     out = convert_naive(source, "with.dot-hyphen and space")
     here = HySparseForCausalLM.from_pretrained(out)(torch.arange(3, 43)[None]).logits
-    assert here.dtype == torch.bfloat16
     for number in range(2):
         logits, again = tmp_path / f"logits{number}.pt", tmp_path / f"saved-again.{number}"
-        command = [sys.executable, "-c", textwrap.dedent(FRESH), str(out), str(logits), str(again)]
-        environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / f"modules{number}"), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-        assert done.returncode == 0, done.stderr[-2000:]
+        places = {"folder": str(out), "logits": str(logits), "again": str(again)}
+        assert run_isolated(USE_AND_SAVE_AGAIN, tmp_path / f"modules{number}", **places) == {
+            "model_type": "hysparse",
+            "base": "HySparseModel",
+            "new_tokens": 3,
+            "words": "some words",
+            "dtypes": ["torch.bfloat16", "torch.float16"],
+        }
         assert torch.equal(torch.load(logits), here)
         out.rename(tmp_path / f"gone{number}")
         out = tmp_path / "elsewhere" / f"v1.{number} moved"
