@@ -1,15 +1,11 @@
 """Sequence classification: the score is read at each row's last visible token, whatever the padding."""
 
 import copy
-import json
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
 import transformers
+from fresh_process import run_isolated
 from models.tiny import assert_same_logits, draw_ids, padded_mask, spread, tiny_config, tiny_model
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
@@ -209,19 +205,12 @@ class TestTraining:
             assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
-FRESH = """
-    import json, sys
-    class Blocked:
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] == "hysparse_hf":
-                raise ModuleNotFoundError("blocked", name=name)
-    sys.meta_path.insert(0, Blocked())
-    import torch
-    from transformers import AutoModelForSequenceClassification
-    folder, again, ids = sys.argv[1], sys.argv[2], torch.tensor(json.loads(sys.argv[3]))
-    model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
-    torch.save(model(ids).logits, again + ".pt")
-    model.save_pretrained(again)
+USE_AND_SAVE_AGAIN = """
+from transformers import AutoModelForSequenceClassification
+model = AutoModelForSequenceClassification.from_pretrained(argument["folder"], trust_remote_code=True)
+torch.save(model(torch.tensor(argument["ids"])).logits, argument["again"] + ".pt")
+model.save_pretrained(argument["again"])
+print(json.dumps(type(model).__module__.split(".")[0]))
 """
 
 
@@ -229,9 +218,9 @@ class TestLoading:
     def test_saved_loads_here_and_in_a_fresh_process(self, tmp_path):
         model = classifier(torch.float32, num_experts=4, num_experts_per_tok=2)
         model.save_pretrained(tmp_path / "first")
-        command = [sys.executable, "-c", textwrap.dedent(FRESH), tmp_path / "first", tmp_path / "again"]
-        environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-        subprocess.run([*command, json.dumps(IDS.tolist())], check=True, timeout=240, env=environment)
+        folders = {"folder": str(tmp_path / "first"), "again": str(tmp_path / "again")}
+        loaded_from = run_isolated(USE_AND_SAVE_AGAIN, tmp_path / "modules", ids=IDS.tolist(), **folders)
+        assert loaded_from == "transformers_modules"
         with torch.no_grad():
             expected = model(IDS).logits
         assert torch.equal(torch.load(tmp_path / "again.pt"), expected)
