@@ -130,10 +130,19 @@ class HySparse2Config(HySparseConfig):
             self.cross_layer_plan = default_cross_layer_plan(count, self.sparse_layers_per_full)
         if self.layer_plan is None:
             self.layer_plan = self.self_layer_plan + self.cross_layer_plan
-        if not isinstance(self.bridge_map, list):
-            full = [index for index, kind in enumerate(self.self_layer_plan) if kind == "full"]
-            one = self.bridge_map if self.bridge_map is not None else full[-1] if full else SELF_OUTPUT
-            self.bridge_map = [one] * self.cross_layer_plan.count("full")
+        self.bridge_map = self._bridge_sources()
+
+    def _full_self_layers(self) -> list[int]:
+        return [index for index, kind in enumerate(self.self_layer_plan) if kind == "full"]
+
+    def _bridge_sources(self) -> list[int | str]:
+        """`bridge_map` with an entry for each full layer of the cross-decoder."""
+        if isinstance(self.bridge_map, list):
+            return self.bridge_map
+        one, full = self.bridge_map, self._full_self_layers()
+        if one is None:
+            one = full[-1] if full else SELF_OUTPUT
+        return [one] * self.cross_layer_plan.count("full")
 
     @classmethod
     def paper_80b_a3b(cls, **changes: Any) -> "HySparse2Config":
@@ -149,7 +158,7 @@ class HySparse2Config(HySparseConfig):
             changes: fields that shall differ.
         Source: HySparse2 (arXiv:2609.26368).
         """
-        fields = {
+        fields: dict[str, Any] = {
             "vocab_size": 128000,
             "hidden_size": 2048,
             "intermediate_size": 5632,
@@ -184,7 +193,7 @@ class HySparse2Config(HySparseConfig):
         """
         if name not in BASELINES:
             raise ValueError(f"`name` must be one of {BASELINES}, got {name!r}; use one of these.")
-        plain = {
+        plain: dict[str, Any] = {
             "num_hidden_layers": num_hidden_layers,
             "rope_parameters": {"rope_theta": WINDOW_ROPE_THETA},
             "window_layer_gate": False,
@@ -192,7 +201,7 @@ class HySparse2Config(HySparseConfig):
         ratio = changes.get("sparse_layers_per_full", cls.sparse_layers_per_full)
         hybrid = ["window" if kind == "sparse" else kind for kind in regular_layer_plan(num_hidden_layers, ratio)]
         cross = num_hidden_layers // 2
-        particular = {
+        particular: dict[str, dict[str, Any]] = {
             "dense": {"self_layer_plan": ["full"] * num_hidden_layers, "cross_layer_plan": []},
             "hybrid_swa": {"self_layer_plan": hybrid, "cross_layer_plan": []},
             "yoco": {
@@ -214,7 +223,7 @@ class HySparse2Config(HySparseConfig):
             return plan
         cross = [index for index, kind in enumerate(self.layer_plan) if index >= len(self.self_layer_plan)]
         full = [index for index in cross if self.layer_plan[index] == "full"]
-        sources = dict(zip(full, self.bridge_map, strict=True))
+        sources = dict(zip(full, self._bridge_sources(), strict=True))
         for index in cross:
             if self.layer_plan[index] == "full":
                 plan[index] = sources[index]
@@ -263,14 +272,14 @@ class HySparse2Config(HySparseConfig):
         self._check_bridge()
 
     def _check_bridge(self) -> None:
-        count = self.cross_layer_plan.count("full")
-        if len(self.bridge_map) != count:
+        count, given = self.cross_layer_plan.count("full"), self._bridge_sources()
+        if len(given) != count:
             raise ValueError(
                 f"`bridge_map` must have one entry per full layer of the cross-decoder ({count}), got "
-                f"{len(self.bridge_map)}; give one that serves all, or leave it out."
+                f"{len(given)}; give one that serves all, or leave it out."
             )
-        full = [index for index, kind in enumerate(self.self_layer_plan) if kind == "full"]
-        unknown = [entry for entry in self.bridge_map if entry not in (*full, SELF_OUTPUT)]
+        full = self._full_self_layers()
+        unknown = [entry for entry in given if entry not in (*full, SELF_OUTPUT)]
         if unknown:
             raise ValueError(
                 f"`bridge_map` entries must be full layers of the self-decoder ({full}) or {SELF_OUTPUT!r}, got "

@@ -42,7 +42,7 @@ class HySparse2Attention(HySparseAttention):
     def _window_branch(self) -> str:
         return "merged_shared" if self.config.recent_window == "forced" else super()._window_branch()
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
         shared_key: torch.Tensor | None = None,
@@ -115,6 +115,7 @@ class HySparse2DecoderLayer(HySparseDecoderLayer):
     """A layer of either half; without rows in `hidden_states` it only adds keys and values to the cache."""
 
     attention_class = HySparse2Attention
+    self_attn: HySparse2Attention
 
     def forward(
         self,
