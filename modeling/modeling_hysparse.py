@@ -343,7 +343,8 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         """
         if attention_mask is None or is_first_iteration:
             return attention_mask
-        return attention_mask[:, -inputs_embeds.shape[1] :]
+        # A copy: the strides of a view would tell the length.
+        return attention_mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict, mode, batch_size, max_cache_length):
         """Make a `HySparseCache` for `generate()`; refuse caches that lose shared state or cannot be rolled back.
