@@ -29,7 +29,7 @@ from .quality import (
     record_of,
     total_of,
 )
-from .source import open_source
+from .source import FolderSource, open_source
 from .texts import GivenText, Text, add_text_arguments, read_texts
 
 
@@ -74,7 +74,7 @@ def verify(
         ValueError, NotImplementedError, FileNotFoundError: something else than two checkpoints and text.
     """
     opened, out = open_source(source), Path(out)
-    config = HySparseConfig.from_pretrained(out)
+    config = _converted_config(out)
     ladder = rungs_of(config)
     asked = _asked(rungs, len(ladder))
     report: dict[str, Any] = {
@@ -116,6 +116,16 @@ def verify(
     return report
 
 
+def _converted_config(out: Path) -> HySparseConfig:
+    kind = FolderSource(out).raw_config.get("model_type")
+    if kind != HySparseConfig.model_type:
+        raise ValueError(
+            f"`out` must be a converted checkpoint, of type {HySparseConfig.model_type!r}, got {kind!r}; the source "
+            "comes first."
+        )
+    return HySparseConfig.from_pretrained(out)
+
+
 def _asked(rungs: Sequence[int] | None, count: int) -> list[int]:
     asked = list(range(count)) if rungs is None else sorted(set(rungs))
     if not asked or not 0 <= asked[0] <= asked[-1] < count:
@@ -124,6 +134,8 @@ def _asked(rungs: Sequence[int] | None, count: int) -> list[int]:
 
 
 def _passkeys(source: Source, samples: int, length: int) -> list[Passkey]:
+    if samples < 0:
+        raise ValueError(f"`samples` must be at least 0, got {samples}; 0 looks for no passkeys.")
     tokenizer = source.load_tokenizer() if samples else None
     if samples and tokenizer is None:
         logger.warning(f"{source.name} has no tokenizer, so retrieval is not measured; add its tokenizer files.")

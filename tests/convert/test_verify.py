@@ -296,6 +296,19 @@ def test_command_fails_on_a_wrong_tensor(with_tokenizer, edit, capsys):
     assert "model.norm.weight: differs from the source's" in capsys.readouterr().out
 
 
+def test_wrong_order_and_wrong_counts_are_explained(with_tokenizer, capsys):
+    source, out, files = with_tokenizer
+    text = ["--text", str(files[0]), "--length", "64"]
+    for arguments, words in (
+        ([str(out), str(source)], "of type 'hysparse', got 'llama'; the source comes first"),
+        ([str(source), str(out), *text, "--samples", "-1"], "`samples` must be at least 0, got -1"),
+        ([str(source), str(out), *text, "--samples", "1"], "room for a sentence beside the secret"),
+        ([str(source), str(out), *text, "--windows", "0"], "`windows` at least 1, got 64 and 0"),
+    ):
+        assert cli.main(["verify", *arguments]) == 1
+        assert words in capsys.readouterr().err
+
+
 def test_windows_inside_the_budget_are_warned_about(with_tokenizer, caplog):
     source, out, files = with_tokenizer
     with caplog.at_level("WARNING", logger="hysparse_hf.conversion.verify"):
