@@ -25,10 +25,14 @@ _PUBLIC = {
     "HySparseCache": "hysparse_hf.modeling.cache_hysparse",
     "convert": "hysparse_hf.conversion.convert",
     "compare": "hysparse_hf.conversion.compare",
+    "load_parts": "hysparse_hf.peft_helpers",
+    "lora_targets": "hysparse_hf.peft_helpers",
     "measure_cache_bytes": "hysparse_hf.cache_accounting",
     "measure_plan": "hysparse_hf.conversion.measure_plan",
     "measure_recall": "hysparse_hf.oracle_recall",
     "predict_cache_bytes": "hysparse_hf.cache_accounting",
+    "save_parts": "hysparse_hf.peft_helpers",
+    "train_parts": "hysparse_hf.peft_helpers",
     "verify": "hysparse_hf.conversion.verify",
 }
 

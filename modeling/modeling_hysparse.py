@@ -329,6 +329,13 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return outputs, outputs.last_hidden_state[:, kept, :]
 
+    def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs) -> dict:
+        """As the library's, with the cache under its older name: peft looks there, or adds its prompt at every step."""
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        if CACHE_ARGUMENT in inputs:
+            inputs["past_key_values"] = inputs.pop(CACHE_ARGUMENT)
+        return inputs
+
     def init_continuous_batching(self, *args, **kwargs):
         """Refuse the library's paged cache, behind `generate_batch()`: its requests would fail one by one, unseen."""
         raise NotImplementedError(
