@@ -33,7 +33,7 @@ def filled(model, padded=False, length=40, batch=3):
 
 def continues_right(model, ids, mask, cache, new=(5, 1, 1), seed=9, pass_mask=True):
     """More tokens on the cache give what each row gives alone; without a mask the cache knows its rows itself."""
-    more = draw_ids(len(ids), sum(new), seed=seed)
+    more = draw_ids(len(ids), sum(new), seed=seed).to(ids.device)
     longer = torch.cat([ids, more], dim=1)
     whole = torch.ones_like(longer)
     if mask is not None:
