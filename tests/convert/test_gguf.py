@@ -6,7 +6,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from hysparse_hf import HySparseForCausalLM, convert
+from hysparse_hf import HySparseForCausalLM, convert, verify
 from hysparse_hf.conversion.faults import dense_difference, module_faults, weight_faults
 
 
@@ -108,6 +108,14 @@ def test_file_of_a_mixture_of_experts_is_refused(make_source, convert_naive, tmp
     write_gguf(tmp_path / "tiny.gguf", model, "qwen3moe", experts=4, without="mlp")
     with pytest.raises(NotImplementedError, match=r"tiny\.gguf holds a mixture of experts"):
         convert_naive(tmp_path / "tiny.gguf")
+
+
+def test_gguf_file_has_a_ladder(tiny_gguf, convert_naive, token_ids):
+    path, _ = tiny_gguf
+    report = verify(path, convert_naive(path), text=token_ids, samples=0)
+    assert report["faults"] == []
+    assert [rung["rung"] for rung in report["ladder"]] == [0, 1, 2, 3]
+    assert report["ladder"][0]["kl"] < 1e-6
 
 
 def test_gguf_target_is_an_ordinary_checkpoint(tiny_gguf, convert_naive):
