@@ -10,6 +10,7 @@ says for every set of layers what replacing them together costs: the sum of the 
 scaled to the true KL of each layer alone. Errors that point the same way add up to more than their sum, others cancel.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,12 @@ from transformers.utils import logging
 from hysparse_hf.modeling.attention_hysparse import sliding_window_attention
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 
+from .fit import Evidence, fit_layer
 from .layer_stream import AttentionInputs, LayerStream, ReadTarget, by_token
-from .sinks import HeadSums, fit_local_sink
+from .sinks import HeadSums
 
 
+DAMAGE_TOKENS, DAMAGE_STRIDE = 4096, 4
 # Changes of logits held at once, in elements.
 CHUNK_ELEMENTS = 32 * 1024 * 1024
 
@@ -43,67 +46,86 @@ class Damage:
 
 
 class DamagePass:
-    """The dense teacher over all windows, once as it is and once per layer with that layer replaced.
+    """The dense teacher over all windows, and over the beginning of each once per layer with that layer replaced.
 
     Args:
         config (`HySparseConfig`): of the converted model; its plan does not matter.
         read (`ReadTarget`): gives the mapped weights.
         windows (`tuple[torch.Tensor, ...]`): token ids, each `(length,)`, longer than the sliding window.
+        refit (`bool`): whether there is text enough to fit output projections.
+        tokens (`int`): in the beginnings of all windows together.
+        stride (`int`): logits are compared at one position in so many.
     """
 
-    def __init__(self, config: HySparseConfig, read: ReadTarget, windows: tuple[torch.Tensor, ...]):
-        self.config = config
+    def __init__(
+        self,
+        config: HySparseConfig,
+        read: ReadTarget,
+        windows: tuple[torch.Tensor, ...],
+        *,
+        refit: bool,
+        tokens: int = DAMAGE_TOKENS,
+        stride: int = DAMAGE_STRIDE,
+    ):
+        self.config, self.refit, self.stride = config, refit, stride
         self.stream = LayerStream(config, read)
-        # Per window `[teacher, layer 1 replaced, layer 2 replaced, ...]`; layer 0 always stays full.
-        self.states = [[hidden] for hidden in self.stream.embed(windows)]
+        self.length = math.ceil(tokens / len(windows))
+        self.teacher = self.stream.embed(windows)
+        # Per window the hidden states of its beginning with layer 1, 2, ... replaced; layer 0 always stays full.
+        self.changed: list[list[torch.Tensor]] = [[] for _ in windows]
 
     @torch.no_grad()
     def run(self) -> Damage:
         """Measure every layer."""
-        layers = self.config.num_hidden_layers
-        for index in logging.tqdm(range(layers), desc="measuring layers", unit="layer"):
+        for index in logging.tqdm(range(self.config.num_hidden_layers), desc="measuring layers", unit="layer"):
             layer = self.stream.layer(index)
-            inputs = [self.stream.attention_inputs(layer, states[0]) for states in self.states]
-            replaced = [] if index == 0 else self._replaced(layer, inputs)
-            for number, states in enumerate(self.states):
-                before = states[0]
-                for copy, hidden in enumerate(states):
-                    found = self.stream.attention_inputs(layer, hidden) if copy else inputs[number]
-                    attended = layer.self_attn.o_proj(found.dense().flatten(1))
-                    states[copy] = self.stream.after_attention(layer, hidden, attended)
+            inputs = [self.stream.attention_inputs(layer, hidden) for hidden in self.teacher]
+            replaced = [] if index == 0 else self._replaced(layer.self_attn.o_proj, inputs)
+            for number, part in enumerate(inputs):
+                for copy, hidden in enumerate(self.changed[number]):
+                    found = self.stream.attention_inputs(layer, hidden)
+                    self.changed[number][copy] = self._advance(layer, hidden, found.dense().flatten(1))
                 if replaced:
-                    states.append(self.stream.after_attention(layer, before, replaced[number]))
+                    beginning = self.teacher[number][:, : self.length]
+                    attended = replaced[number][: self.length]
+                    self.changed[number].append(self.stream.after_attention(layer, beginning, attended))
+                self.teacher[number] = self._advance(layer, self.teacher[number], part.dense().flatten(1))
         return Damage(nn.functional.pad(self._matrix(), (1, 0, 1, 0)))
 
-    def _replaced(self, layer: nn.Module, inputs: list[AttentionInputs]) -> list[torch.Tensor]:
-        """Per window what the layer's attention gives when it is a window with a fitted sink."""
+    def _advance(self, layer: nn.Module, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        return self.stream.after_attention(layer, hidden, layer.self_attn.o_proj(heads))
+
+    def _replaced(self, project: nn.Linear, inputs: list[AttentionInputs]) -> list[torch.Tensor]:
+        """Per window what the layer's attention gives as a fitted window, `(length, hidden)`."""
         window = self.config.sliding_window
-        local = [
-            sliding_window_attention(part.query, part.key, part.value, window=window, return_lse=True)
-            for part in inputs
-        ]
-        sums = [
-            HeadSums.of(part.dense(), by_token(output), lse[0], skip=window)
-            for part, (output, lse) in zip(inputs, local, strict=True)
-        ]
-        sink = fit_local_sink(HeadSums.join(sums))[0]
-        return [
-            layer.self_attn.o_proj((by_token(output) * torch.sigmoid(lse[0].T - sink)[..., None]).flatten(1))
-            for output, lse in local
-        ]
+        parts, sums = [], []
+        for part in inputs:
+            dense = part.dense()
+            local, lse = sliding_window_attention(part.query, part.key, part.value, window=window, return_lse=True)
+            output = by_token(local)
+            parts.append(
+                Evidence(part.states[0], output[:, None], lse[0].T[:, None], dense.flatten(1) @ project.weight.T)
+            )
+            sums.append(HeadSums.of(dense, output, lse[0], skip=window))
+        values = fit_layer(
+            Evidence.join(parts), HeadSums.join(sums), project.weight, gated=True, refit=self.refit
+        ).values
+        bias = 0.0 if project.bias is None else project.bias
+        return [values.gated(part) @ values.weight.T + bias for part in parts]
 
     def _matrix(self) -> torch.Tensor:
         norm, head = self.stream.head()
-        tried = len(self.states[0]) - 1
+        tried = len(self.changed[0])
         pairs = torch.zeros(tried, tried, dtype=torch.float64, device=self.stream.device)
         alone = torch.zeros(tried, dtype=torch.float64, device=self.stream.device)
         chunk = max(1, CHUNK_ELEMENTS // ((tried + 1) * len(head)))
         positions = 0
-        for states in self.states:
-            for part in norm(torch.cat(states)).split(chunk, dim=1):
+        for teacher, changed in zip(self.teacher, self.changed, strict=True):
+            states = torch.cat([teacher[:, : self.length], *changed])[:, :: self.stride]
+            for part in norm(states).split(chunk, dim=1):
                 logits = (part @ head.T).log_softmax(-1)
-                teacher, changes = logits[0], logits[1:] - logits[0]
-                shares = teacher.exp()
+                expected, changes = logits[0], logits[1:] - logits[0]
+                shares = expected.exp()
                 alone -= (shares * changes).sum((1, 2)).double()
                 changes -= (shares * changes).sum(-1, keepdim=True)
                 changes = (changes * shares.sqrt()).flatten(1)

@@ -113,7 +113,8 @@ def fit_layer(evidence: Evidence, sums: HeadSums, weight: torch.Tensor, *, gated
     """
     sink_local, share, without, with_sink = fit_local_sink(sums)
     figures = {"local_share": share, "error_without": without, "error_with": with_sink}
-    sinks = torch.stack([sink_for_share(evidence.lse[:, 0].T), sink_local])
+    shared = [sink_for_share(lse.T) for lse in evidence.lse.unbind(1)[:-1]]
+    sinks = torch.stack([*shared, sink_local])
     if gated:
         values = _fit_gates(evidence, SparseValues(sinks, HEADROOM * weight), figures)
     else:
@@ -128,7 +129,7 @@ def fit_layer(evidence: Evidence, sums: HeadSums, weight: torch.Tensor, *, gated
 def _fit_gates(evidence: Evidence, values: SparseValues, figures: dict[str, float]) -> SparseValues:
     """Constant gates first, then gates that read the layer's input."""
     branches, sinks = values.branches(evidence), values.sinks
-    lower = torch.tensor(LOWEST_GATES, device=sinks.device)[:, None].expand_as(sinks)
+    lower = torch.tensor(LOWEST_GATES[-len(sinks) :], device=sinks.device)[:, None].expand_as(sinks)
     upper = torch.full_like(sinks, HIGHEST_GATE)
     logits = sinks.new_zeros(*sinks.shape, evidence.inputs.shape[1] + 1)
     logits[..., -1] = torch.logit(constant_gates(branches, values.weight, evidence.target, lower, upper)).to(sinks)

@@ -14,6 +14,8 @@ BOX_SWEEPS = 200
 GAUSS_NEWTON_SWEEPS, GAUSS_NEWTON_STEP, GAUSS_NEWTON_RIDGE = 3, 0.7, 0.03
 # A step of one sweep asks for at most this change of a logit; a closed sigmoid has next to no slope.
 LARGEST_CHANGE, SMALLEST_SLOPE = 3.0, 0.02
+RIDGE_ITERATIONS = 8
+TINY = torch.finfo(torch.float32).tiny
 
 
 def box_least_squares(
@@ -86,33 +88,62 @@ def fit_gates(
     logits = logits.clone()
     gates = gate_values(inputs, logits)
     extended = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
+    regression = RidgeRegression(extended, GAUSS_NEWTON_RIDGE)
     error = target - (outputs * gates[..., None]).sum(1).flatten(1) @ weight.T
-    lost = error.square().sum()
     for _ in range(GAUSS_NEWTON_SWEEPS):
         # The last branch is the window, which explains most.
         for branch in reversed(range(branches)):
             for head in range(heads):
-                part = outputs[:, branch, head] @ weight[:, head * dim : (head + 1) * dim].T
-                size = part.square().sum(1)
+                output, columns = outputs[:, branch, head], weight[:, head * dim : (head + 1) * dim]
+                # |z|^2 and <z, error> of z = W_h o, without z.
+                size = (output @ (columns.T @ columns) * output).sum(1)
+                agreement = (error @ columns * output).sum(1)
                 if not size.any():
                     continue
                 gate = gates[:, branch, head]
                 slope = (gate * (1 - gate)).clamp(min=SMALLEST_SLOPE)
-                wanted = (part * error).sum(1) / (size + 1e-6 * size.mean()) / slope
-                change = _ridge_step(extended, wanted.clamp(-LARGEST_CHANGE, LARGEST_CHANGE), size * slope.square())
-                moved = logits[branch, head] + GAUSS_NEWTON_STEP * change
-                gate_moved = torch.sigmoid(extended @ moved)
-                error_moved = error - (gate_moved - gate)[:, None] * part
-                lost_moved = error_moved.square().sum()
-                if lost_moved < lost:
-                    logits[branch, head], gates[:, branch, head] = moved, gate_moved
-                    error, lost = error_moved, lost_moved
+                wanted = agreement / (size + 1e-6 * size.mean()) / slope
+                wanted = wanted.clamp(-LARGEST_CHANGE, LARGEST_CHANGE)
+                moved = logits[branch, head] + GAUSS_NEWTON_STEP * regression.solve(wanted, size * slope.square())
+                change = torch.sigmoid(extended @ moved) - gate
+                if (change * (2 * agreement - change * size)).sum() > 0:
+                    logits[branch, head] = moved
+                    gates[:, branch, head] += change
+                    error -= (change[:, None] * output) @ columns.T
     return logits
 
 
-def _ridge_step(inputs: torch.Tensor, wanted: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted ridge regression of `wanted` `(positions,)` on `inputs` `(positions, n)`."""
-    weighted = inputs * (weights / weights.mean())[:, None]
-    gram = (weighted.T @ inputs).double()
-    gram.diagonal().add_(GAUSS_NEWTON_RIDGE * gram.diagonal().mean())
-    return torch.linalg.solve(gram, (weighted.T @ wanted).double()).to(inputs.dtype)
+class RidgeRegression:
+    """Weighted ridge regressions on the same inputs: `argmin sum w (y - inputs u)^2 + ridge |u|^2`.
+
+    Conjugate gradients, preconditioned by the regression without weights. Each iteration reads the inputs twice, where
+    the normal equations of each weighting would cost as much as `n` such readings.
+
+    Args:
+        inputs (`torch.Tensor`): `(positions, n)`.
+        ridge (`float`): in units of the mean weighted square of an input.
+    """
+
+    def __init__(self, inputs: torch.Tensor, ridge: float):
+        self.inputs, self.ridge = inputs, ridge
+        self.squares = inputs.square().mean(1)
+        gram = (inputs.T @ inputs).double() / len(inputs)
+        gram.diagonal().add_(ridge * self.squares.mean())
+        self.factor = torch.linalg.cholesky(gram).to(inputs.dtype)
+
+    def solve(self, wanted: torch.Tensor, weights: torch.Tensor, iterations: int = RIDGE_ITERATIONS) -> torch.Tensor:
+        """The coefficients `(n,)` for targets and weights `(positions,)`; weights of mean 1 converge fastest."""
+        weights = weights / weights.mean() / len(weights)
+        penalty = self.ridge * (weights * self.squares).sum()
+        solution = self.inputs.new_zeros(self.inputs.shape[1])
+        rest = self.inputs.T @ (weights * wanted)
+        direction = step = torch.cholesky_solve(rest[:, None], self.factor)[:, 0]
+        size = rest @ step
+        for _ in range(iterations):
+            applied = self.inputs.T @ (weights * (self.inputs @ direction)) + penalty * direction
+            length = size / (direction @ applied).clamp(min=TINY)
+            solution, rest = solution + length * direction, rest - length * applied
+            step = torch.cholesky_solve(rest[:, None], self.factor)[:, 0]
+            size, before = rest @ step, size
+            direction = step + size / before.clamp(min=TINY) * direction
+        return solution

@@ -171,20 +171,19 @@ class Job:
     def calibrate(self, calibration: Calibration) -> None:
         """Measure the plan and fit the sparse layers, as far as the options ask for it."""
         self.calibration = calibration
-        if self.measures_plan:
-            self.damage = DamagePass(self.config, self.mapped, calibration.windows).run()
-            full = self.config.layer_plan.count("full")
-            self._set_plan(measured_layer_plan(self.damage.matrix, full, self.max_sparse_run))
-        if not self.fits_something:
-            return
         needed = TOKENS_PER_CHANNEL * self.config.hidden_size
         refit = calibration.record["tokens"] >= needed
-        if not refit:
+        if not refit and self.fits_something:
             logger.warning(
                 f"Output projections are not fitted: that takes {needed} tokens of calibration text, "
                 f"{TOKENS_PER_CHANNEL} times the hidden size, and there are {calibration.record['tokens']}."
             )
-        self.fits = FittingPass(self.config, self.mapped, calibration.windows, refit=refit).run()
+        if self.measures_plan:
+            self.damage = DamagePass(self.config, self.mapped, calibration.windows, refit=refit).run()
+            full = self.config.layer_plan.count("full")
+            self._set_plan(measured_layer_plan(self.damage.matrix, full, self.max_sparse_run))
+        if self.fits_something:
+            self.fits = FittingPass(self.config, self.mapped, calibration.windows, refit=refit).run()
 
     def fitted(self, target: str) -> torch.Tensor | None:
         """The value that the fit gives a target tensor, if it gives one."""

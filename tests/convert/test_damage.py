@@ -1,12 +1,14 @@
 """Measured damage: the divergence of a model in which that layer alone is a window, and of pairs."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from hysparse_hf import HySparseForCausalLM, convert
 from hysparse_hf.conversion.damage import DamagePass
-from hysparse_hf.conversion.fit import FittingPass
+from hysparse_hf.conversion.fit import fit_layer
 from hysparse_hf.conversion.job import Job, Options
 from hysparse_hf.conversion.source import open_source
 
@@ -30,54 +32,89 @@ def draw_ids(windows=3, length=64, seed=2):
     return torch.randint(3, 97, (windows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def divergence(model, job, windowed, sinks, ids):
-    """KL of the source from itself with some layers replaced by windows with sinks."""
-    plan = ["window" if layer in windowed else "full" for layer in range(5)]
-    job.config.layer_plan = plan
-    student = HySparseForCausalLM(job.config).eval()
-    student.load_state_dict(model.state_dict(), strict=False)
-    for layer in windowed:
-        student.model.layers[layer].self_attn.sink_local.data = sinks[layer]
-    with torch.no_grad():
-        teacher, changed = (F.log_softmax(net(ids).logits, -1) for net in (model, student))
-    return F.kl_div(changed, teacher, log_target=True, reduction="none").sum(-1).mean().item()
+class Measured:
+    """A source whose attentions are scaled, its damage, and the windows that replaced its layers."""
+
+    def __init__(self, source, model, monkeypatch, refit):
+        self.model, self.ids = model, draw_ids()
+        self.job = Job(open_source(source), Options(**OPTIONS))
+        self.windows = {}
+
+        def keep(*args, **kwargs):
+            fit = fit_layer(*args, **kwargs)
+            self.windows[len(self.windows) + 1] = fit.values
+            return fit
+
+        monkeypatch.setattr("hysparse_hf.conversion.damage.fit_layer", keep)
+        self.damage = DamagePass(
+            self.job.config, self.job.mapped, tuple(self.ids), refit=refit, tokens=192, stride=1
+        ).run()
+
+    def divergence(self, layers):
+        """KL of the source from itself with the attention of some layers replaced by their windows."""
+        config = copy.deepcopy(self.job.config)
+        config.layer_plan = ["window" if layer in layers else "full" for layer in range(5)]
+        config.window_layer_gate = True
+        student = HySparseForCausalLM(config).eval()
+        student.load_state_dict(self.model.state_dict(), strict=False)
+        for layer in layers:
+            attention, values = student.model.layers[layer].self_attn, self.windows[layer]
+            attention.sink_local.data = values.sinks[0]
+            attention.o_proj.weight.data = values.weight
+            attention.gate_local_proj.weight.data = values.logits[0, :, :-1]
+            attention.gate_local_proj.bias.data = values.logits[0, :, -1]
+        with torch.no_grad():
+            teacher, changed = (F.log_softmax(net(self.ids).logits, -1) for net in (self.model, student))
+        return F.kl_div(changed, teacher, log_target=True, reduction="none").sum(-1).mean().item()
 
 
 @pytest.fixture
-def measured(make_source):
-    """A source whose attentions are small beside the residual stream, its damage, and the sinks of layers 1 to 3."""
+def measure(make_source, monkeypatch):
+    """Factory of `Measured` from the scale of the attentions beside the residual stream."""
 
-    def make(scale):
-        source, model = make_source()
+    def make(scale, refit=False):
+        source, model = make_source(attention_bias=True)
         with torch.no_grad():
             for layer in model.model.layers:
                 layer.self_attn.o_proj.weight.mul_(scale)
         model.save_pretrained(source)
-        job = Job(open_source(source), Options(**OPTIONS))
-        ids = draw_ids()
-        fits = FittingPass(job.config, job.mapped, tuple(ids), refit=False).run()
-        sinks = {layer: fit.values.sinks[1] for layer, fit in fits.items()}
-        return model, job, ids, DamagePass(job.config, job.mapped, tuple(ids)).run(), sinks
+        return Measured(source, model, monkeypatch, refit)
 
     return make
 
 
+@pytest.mark.parametrize("refit", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.05])
-def test_damage_of_a_layer_is_the_divergence_that_its_window_makes(measured, scale):
-    model, job, ids, damage, sinks = measured(scale)
-    for layer in (1, 2, 3):
-        assert damage.of([layer]) == pytest.approx(divergence(model, job, [layer], sinks, ids), rel=1e-3)
-    assert damage.matrix[0].abs().max() == 0
+def test_damage_of_a_layer_is_the_divergence_that_its_window_makes(measure, scale, refit):
+    measured = measure(scale, refit)
+    for layer in (1, 2, 3, 4):
+        assert measured.damage.of([layer]) == pytest.approx(measured.divergence([layer]), rel=1e-3)
+    assert measured.damage.matrix[0].abs().max() == 0
 
 
-def test_damage_of_pairs_is_that_of_both_windows(measured):
-    """For small changes; for comparison, what adding the two would say is off by more."""
-    model, job, ids, damage, sinks = measured(0.05)
+def test_damage_of_pairs_is_that_of_both_windows(measure):
+    """For small changes; what adding the two would say is off by more."""
+    measured = measure(0.05)
     for pair in ([1, 2], [1, 3], [2, 3]):
-        together = divergence(model, job, pair, sinks, ids)
-        assert damage.of(pair) == pytest.approx(together, rel=0.03)
-        added = damage.of(pair[:1]) + damage.of(pair[1:])
-        assert abs(damage.of(pair) - together) < 0.5 * abs(added - together)
+        together = measured.divergence(pair)
+        assert measured.damage.of(pair) == pytest.approx(together, rel=0.03)
+        added = measured.damage.of(pair[:1]) + measured.damage.of(pair[1:])
+        assert abs(measured.damage.of(pair) - together) < 0.5 * abs(added - together)
+
+
+def test_damage_is_measured_on_the_beginnings_of_the_windows(make_source):
+    """Fits use whole windows: cutting the windows themselves gives another result."""
+    source, _ = make_source()
+    job = Job(open_source(source), Options(**OPTIONS))
+    passes = [
+        DamagePass(job.config, job.mapped, tuple(draw_ids()[:, :length]), refit=False, tokens=tokens)
+        for length, tokens in ((64, 96), (64, 192), (32, 96))
+    ]
+    whole, beginnings, cut = (entry.run().matrix for entry in (passes[1], passes[0], passes[2]))
+    assert [len(entry.changed) for entry in passes] == [3, 3, 3]
+    assert [entry.changed[0][0].shape[1] for entry in passes] == [32, 64, 32]
+    assert not torch.allclose(whole, beginnings)
+    assert not torch.allclose(cut, beginnings)
 
 
 def test_auto_plan_keeps_the_layer_that_is_missed_most(make_source, tmp_path):

@@ -5,7 +5,13 @@ import itertools
 import pytest
 import torch
 
-from hysparse_hf.conversion.gates import box_least_squares, constant_gates, fit_gates, gate_values
+from hysparse_hf.conversion.gates import (
+    RidgeRegression,
+    box_least_squares,
+    constant_gates,
+    fit_gates,
+    gate_values,
+)
 
 
 POSITIONS, BRANCHES, HEADS, DIM, HIDDEN = 600, 2, 3, 4, 10
@@ -107,3 +113,19 @@ def test_branch_without_output_keeps_its_gates(layer):
     found = fit_gates(inputs, outputs, weight, torch.randn(POSITIONS, HIDDEN), start)
     assert torch.equal(found[0], start[0])
     assert not torch.equal(found[1], start[1])
+
+
+@pytest.mark.parametrize("ridge", [0.003, 0.3])
+def test_ridge_regression_is_that_of_the_normal_equations(ridge):
+    """Unequal columns, one far larger than the rest, and weights over four orders of magnitude; float64 beside it."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(500, 20, generator=generator) * torch.logspace(0, 1.5, 20)
+    wanted, weights = torch.randn(500, generator=generator), 10 ** (4 * torch.rand(500, generator=generator))
+    found = RidgeRegression(inputs, ridge).solve(wanted, weights, iterations=60)
+    x, y, w = inputs.double(), wanted.double(), (weights / weights.mean()).double()
+    gram = (x * w[:, None]).T @ x
+    gram += ridge * gram.diagonal().mean() * torch.eye(20)
+    expected = torch.linalg.solve(gram, x.T @ (w * y))
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    few = RidgeRegression(inputs, ridge).solve(wanted, weights)
+    assert (few - expected).norm() < 0.05 * expected.norm()
