@@ -88,6 +88,21 @@ def test_crop_past_the_slack_is_an_error_that_loses_nothing(padded):
 
 
 @padded_or_not
+def test_A05_crop_says_how_many_tokens_to_remove_on_every_version(padded):
+    model = tiny_model(torch.float64)
+    ids, mask, cache = filled(model, padded)
+    # Once the number of tokens to keep; keeping five of forty, or none, would go unnoticed.
+    with pytest.raises(ValueError, match="to keep n tokens pass n - 40"):
+        cache.crop(5)
+    cache.crop(0)
+    assert cache.get_seq_length() == 40
+    continues_right(model, ids, mask, cache.fork())
+    cache.crop(-2)
+    assert cache.get_seq_length() == 38
+    continues_right(model, ids[:, :38], None if mask is None else mask[:, :38], cache)
+
+
+@padded_or_not
 @pytest.mark.parametrize("tokens", [5, -41])
 def test_crop_by_a_wrong_number_is_an_error(tokens, padded):
     _, _, cache = filled(tiny_model(), padded)

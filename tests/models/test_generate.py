@@ -10,7 +10,6 @@ from models.tiny import (
     CACHE_NAMES,
     SWITCHES,
     assert_same_logits,
-    changed_layer_output,
     default_sizes,
     draw_ids,
     logits_alone,
@@ -285,71 +284,6 @@ def test_an_early_end_of_one_row_leaves_the_others_alone():
         assert output[row, 16:].tolist() == expected[: output.shape[1] - 16]
 
 
-# Other ways of decoding
-
-
-@switches
-def test_beams_equal_beams_without_a_cache(switch):
-    model = tiny_model(**SWITCHES[switch])
-    ids = draw_ids(2, 13)
-    arguments = {"num_beams": 3, "num_return_sequences": 3, "return_dict_in_generate": True, "output_scores": True}
-    on, off = (greedy(model, ids, 14, use_cache=use_cache, **arguments) for use_cache in (True, False))
-    assert torch.equal(on.sequences, off.sequences)
-    torch.testing.assert_close(on.sequences_scores, off.sequences_scores, atol=1e-5, rtol=0)
-
-
-def test_beams_of_a_padded_batch_equal_solo_beams():
-    model = tiny_model()
-    rows = [draw_ids(1, length, seed=length)[0] for length in (7, 13)]
-    mask = padded_mask("left", (7, 13), 13)
-    output = greedy(model, spread(rows, mask), 10, attention_mask=mask, num_beams=3)
-    for row, tokens in enumerate(rows):
-        solo = greedy(model, tokens[None], 10, num_beams=3, use_cache=False)[0, len(tokens) :]
-        assert torch.equal(output[row, 13:], solo)
-
-
-@pytest.mark.parametrize(
-    ("switch", "padding"),
-    [(switch, 0) for switch in SWITCHES] + [("default", 3), ("window_layers", 3), ("merged_own", 3)],
-)
-def test_prompt_lookup_equals_greedy(switch, padding):
-    model = tiny_model(**SWITCHES[switch])
-    tokens = draw_ids(1, 5)[0].repeat(4)
-    mask = padded_mask("left", (20,), 20 + padding)
-    ids = spread([tokens], mask)
-    with recorded_forwards(model) as shapes:
-        output = greedy(model, ids, 25, attention_mask=mask, prompt_lookup_num_tokens=3)
-    assert max(length for _, length in shapes[1:]) > 1
-    assert torch.equal(output, uncached_greedy(model, ids, 25, mask))
-
-
-@pytest.mark.parametrize("same", [True, False], ids=["good_drafts", "bad_drafts"])
-def test_an_assistant_model_equals_greedy(same):
-    model = tiny_model()
-    assistant = tiny_model(seed=0 if same else 7)
-    ids = draw_ids(1, 20)
-    assert torch.equal(greedy(model, ids, 25, assistant_model=assistant), uncached_greedy(model, ids, 25))
-
-
-@pytest.mark.parametrize("layers", [1, 3, 5])
-def test_drafts_that_leave_the_model_early_equal_greedy(layers):
-    model, ids = tiny_model(), draw_ids(1, 20)
-    drafted = greedy(model, ids, 25, assistant_early_exit=layers)
-    assert model.config.num_hidden_layers == 6
-    assert torch.equal(drafted, uncached_greedy(model, ids, 25))
-
-
-REFUSED = ["offloaded_static", "quantized"]
-
-
-@pytest.mark.parametrize("implementation", REFUSED)
-def test_A11_other_caches_are_refused_before_the_first_forward(implementation):
-    model = tiny_model()
-    with recorded_forwards(model) as shapes, pytest.raises(ValueError, match="cache_implementation"):
-        greedy(model, draw_ids(1, 3), 4, cache_implementation=implementation)
-    assert shapes == []
-
-
 @cache_names
 @pytest.mark.parametrize("kind", ["tuple", "dynamic"])
 def test_A26_caches_of_another_class_are_refused(kind, name):
@@ -452,110 +386,6 @@ def test_A24_the_code_uses_no_removed_cache_members():
 def test_A24_five_tokens_on_this_version():
     model = tiny_model()
     assert greedy(model, draw_ids(1, 9), 5).shape == (1, 14)
-
-
-# Sharing between layers
-
-
-DONOR_SWITCHES = ["default", "no_window", "merged_shared", "own_kv"]
-
-
-def rolled(indices):
-    """Other valid blocks than the chosen ones, where a query sees enough of them."""
-    last = torch.arange(indices.shape[2])[:, None] // 4
-    return torch.where(indices < 0, indices, (indices + 1) % (last + 1)).to(indices.dtype)
-
-
-@pytest.mark.parametrize(
-    ("part", "change"), [(1, torch.neg), (2, torch.neg), (3, rolled)], ids=["key", "value", "ids"]
-)
-@pytest.mark.parametrize("switch", DONOR_SWITCHES)
-@torch.no_grad()
-def test_B08_sparse_layers_follow_their_own_donor(switch, part, change):
-    model = tiny_model(torch.float64, **SWITCHES[switch])
-    ids = draw_ids(1, 64)  # eight times the budget
-
-    def edit(parts):
-        parts[part] = change(parts[part])
-
-    plain = model(ids, output_hidden_states=True)
-    with changed_layer_output(model, 3, edit):
-        late = model(ids, output_hidden_states=True)
-    with changed_layer_output(model, 0, edit):
-        early = model(ids, output_hidden_states=True)
-    moved = [
-        [(a - b).abs().max().item() > 1e-3 for a, b in zip(changed.hidden_states, plain.hidden_states, strict=True)]
-        for changed in (early, late)
-    ]
-    if switch == "own_kv" and part != 3:
-        assert moved == [[False] * 7] * 2
-        return
-    # hidden_states[i] is what enters layer i; the last is what leaves the model.
-    assert moved == [[False, False] + [True] * 5, [False] * 5 + [True] * 2]
-    assert (early.logits - plain.logits).abs().max() > 1e-2
-    assert (late.logits - plain.logits).abs().max() > 1e-2
-
-
-@torch.no_grad()
-def test_B08_sparse_layers_receive_the_preceding_full_layers_tensors():
-    model = tiny_model()
-    given, received = {}, {}
-    for number, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(lambda _, args, output, n=number: given.update({n: output[1:4]}))
-        layer.self_attn.register_forward_pre_hook(lambda _, args, n=number: received.update({n: args[1:]}))
-    output = model(draw_ids(1, 64), output_selected_indices=True)
-    for number, donor in enumerate(model.config.donor_plan):
-        if donor is not None:
-            assert all(a is b for a, b in zip(received[number], given[donor], strict=True))
-    assert torch.equal(given[0][2], output.selected_indices[0])
-    assert torch.equal(given[3][2], output.selected_indices[1])
-
-
-@pytest.mark.parametrize("budget", [64, 8], ids=["covering", "small"])
-@torch.no_grad()
-def test_B08_a_budget_that_covers_everything_is_dense_attention(budget, monkeypatch):
-    switches = {"window_branch": "none", "gate_granularity": "none", "attention_sink": False, "oracle_budget": budget}
-    model = tiny_model(torch.float64, **switches)
-    ids = draw_ids(1, 64)
-    sparse = model(ids).logits
-
-    def dense(query, key, value, indices, *, block_size, sink=None, window=0, backend, return_weights, **options):
-        return decoder.full_attention_with_oracle(query, key, value, block_size=4, n_selected=0, **options)[0]
-
-    monkeypatch.setattr(decoder, "block_sparse_attention", dense)
-    expected = model(ids).logits
-    if budget == 64:
-        assert_same_logits(sparse, expected)
-    else:
-        assert (sparse - expected).abs().max() > 1e-2
-
-
-@torch.no_grad()
-def test_B08_own_keys_and_a_covering_budget_equal_the_dense_switch():
-    switches = {"share_full_kv": False, "window_branch": "none", "gate_granularity": "none", "attention_sink": False}
-    sparse = tiny_model(torch.float64, oracle_budget=64, **switches)
-    dense = tiny_model(torch.float64, oracle_budget=64, dense=True, **switches)
-    dense.load_state_dict(sparse.state_dict())
-    ids = draw_ids(2, 64)
-    assert_same_logits(sparse(ids).logits, dense(ids).logits)
-
-
-@pytest.mark.parametrize(("block", "head"), [("max", "max"), ("sum", "max"), ("max", "mean"), ("sum", "mean")])
-@torch.no_grad()
-def test_B09_the_chosen_blocks_have_the_highest_scores(block, head):
-    model = tiny_model(torch.float64, oracle_block_reduction=block, oracle_head_reduction=head)
-    output = model(draw_ids(1, 96), output_attentions=True, output_selected_indices=True)
-    for layer, indices in zip((0, 3), output.selected_indices, strict=True):
-        weights = output.attentions[layer][0].unflatten(0, (2, 2)).unflatten(-1, (24, 4))
-        scores = weights.amax(-1) if block == "max" else weights.sum(-1)
-        scores = scores.amax(1) if head == "max" else scores.mean(1)
-        for group in range(2):
-            for query in range(96):
-                seen = query // 4 + 1
-                # Lower ids come first and a stable sort keeps them there: the tie rule.
-                order = scores[group, query, :seen].sort(descending=True, stable=True).indices[:2].tolist()
-                expected = sorted(order) + [-1] * (2 - min(seen, 2))
-                assert indices[0, group, query].tolist() == expected
 
 
 def test_eager_and_default_attention_agree():
