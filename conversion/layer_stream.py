@@ -1,4 +1,4 @@
-"""A dense model one layer at a time: only one layer's weights are in memory, hidden states belong to the caller."""
+"""A dense model layer by layer: weights of two layers at most are in memory, hidden states belong to the caller."""
 
 import copy
 from collections.abc import Callable

@@ -25,9 +25,9 @@ def measure_plan(
     Args:
         source, ratio, max_sparse_run, window, calibrate, calibration_tokens, calibration_length: as in `convert`.
     Returns:
-        `dict`: `damage`: per layer the KL to the source when its attention alone becomes a window with a fitted sink;
-        `plans`: for `regular` and `auto` the `full` layers and the `estimate`, the KL of all sparse layers together,
-        pairs included, by that measure.
+        `dict`: `damage`: per layer the KL to the source when its attention alone becomes the window that it can be
+        fitted to; `plans`: for `regular` and `auto` the `full` layers and the `estimate`, the KL of all sparse layers
+        together, pairs included, by that measure.
     Raises:
         ValueError, NotImplementedError, FileNotFoundError: as in `convert`; also for a ratio without sparse layers.
     """
@@ -73,7 +73,7 @@ def table(report: dict[str, Any]) -> str:
     """A report of `measure_plan` for people."""
     plans = report["plans"]
     lines = [
-        f"{report['source']}: KL to the source when one layer's attention becomes a window with a sink, on "
+        f"{report['source']}: KL to the source when one layer's attention becomes a fitted window, on "
         f"{report['calibration']['tokens']} tokens",
         f"{'layer':>5}{'KL':>9}" + "".join(f"{name:>9}" for name in plans),
     ]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hysparse_hf import HySparseForCausalLM, convert
 from hysparse_hf.conversion.calibration import calibration_for
+from hysparse_hf.conversion.damage import DamagePass
 from hysparse_hf.conversion.faults import sha256_of_tensor
 from hysparse_hf.conversion.fit import FittingPass, naive_value
 from hysparse_hf.conversion.job import Job, Options
@@ -46,6 +48,29 @@ def test_streaming_pass_is_the_teacher(make_source, family):
     expected = model(ids, output_hidden_states=True).hidden_states[-1]
     final = model.model.norm(torch.cat(fitting.states))
     assert (final - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("make_pass", [FittingPass, DamagePass])
+def test_passes_read_each_tensor_once_and_hold_two_layers(make_source, make_pass):
+    """When a layer is read, all but the one before it are gone."""
+    source, _ = make_source()
+    job = Job(open_source(source), naive())
+    alive, order = [], []
+
+    def read(key):
+        tensor = job.mapped(key).clone()
+        if key.startswith("model.layers."):
+            index = int(key.split(".")[2])
+            assert all(reference() is None for other, reference in alive if other < index - 1), key
+            alive.append((index, weakref.ref(tensor)))
+        order.append(key)
+        return tensor
+
+    make_pass(job.config, read, tuple(calibration_ids()), refit=False).run()
+    layers = [int(key.split(".")[2]) for key in order if key.startswith("model.layers.")]
+    assert layers == sorted(layers)
+    # The head shares no weight with the embedding here; the fit needs neither norm nor head.
+    assert len(order) == len(set(order)) == len(job.entry_of) - 2 * (make_pass is FittingPass)
 
 
 def test_fit_of_a_model_is_that_of_its_own_operations(make_source):
