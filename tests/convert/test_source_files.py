@@ -215,7 +215,10 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize(("family", "widths"), LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize(
+    ("family", "widths"),
+    [pytest.param(*row, id=name, marks=[pytest.mark.slow] * (name != "dense")) for name, row in LARGE.items()],
+)
 def test_H09_peak_memory_stays_below_two_shards(make_source, tmp_path, family, widths):
     """Eight shards of about 20 MB. Reading mapped files counts: resident memory is what is measured."""
     pytest.importorskip("psutil")

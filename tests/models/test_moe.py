@@ -265,6 +265,27 @@ class TestModel:
         finally:
             torch._dynamo.reset()
 
+    @pytest.mark.slow
+    @pytest.mark.skipif(
+        not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"),
+        reason="this transformers cannot trace the backward pass of its own experts",
+    )
+    def test_training_step_is_one_graph(self):
+        model = moe_model(output_router_logits=True).train()
+        expected = model(IDS, labels=IDS, use_cache=False).loss
+        expected.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        try:
+            loss = torch.compile(model, fullgraph=True, backend="aot_eager")(IDS, labels=IDS, use_cache=False).loss
+            loss.backward()
+        finally:
+            torch._dynamo.reset()
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        for name, parameter in model.named_parameters():
+            bound = 1e-5 * max(1.0, gradients[name].abs().max().item())
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=bound, msg=name)
+
     def test_autocast_trains_with_float32_parameters(self):
         model = moe_model(initializer_range=0.05, output_router_logits=True).train()
         plain = model(IDS, labels=IDS, use_cache=False).loss
