@@ -32,7 +32,7 @@ from .triton_selection_layouts import SelectionLayouts
 
 
 # (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N at most, warps, stages); the rows of dq are
-# those of the layout's tiles. Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-29.
+# those of the layout's tiles. Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-30.
 _LAUNCH_DQ = {
     (2, 128): (64, 64, 4, 2),
     (2, 256): (64, 32, 4, 2),
@@ -40,7 +40,7 @@ _LAUNCH_DQ = {
     (4, 256): (32, 16, 4, 1),
 }
 _LAUNCH_DKDV = {
-    (2, 128): (64, 64, 4, 3),
+    (2, 128): (32, 64, 4, 5),
     (2, 256): (32, 64, 4, 1),
     (4, 128): (32, 32, 4, 1),
     (4, 256): (16, 32, 4, 1),
@@ -136,9 +136,10 @@ def _block_sparse_dq_kernel(
         k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
         v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
         p = tl.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - shift[:, None])
-        if not HAS_START and entry >= n_whole:
-            p = tl.where(column + tl.arange(0, BLOCK_N)[None, :] <= owned[:, None], p, 0.0)
         dp = tl.dot(grad, v.T, input_precision=PRECISION)
+        if not HAS_START and entry >= n_whole:
+            # After both products: a branch between them would keep the exponentials from running beside the second.
+            p = tl.where(column + tl.arange(0, BLOCK_N)[None, :] <= owned[:, None], p, 0.0)
         acc, exact, mass = add_dq(p, dp, delta, acc, exact, mass, k, one, HAS_SINK, PRECISION)
     if HAS_START:
         last = tl.max(owned, 0)

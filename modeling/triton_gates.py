@@ -7,31 +7,40 @@ Gates stand per head or per element; per head, dg is the sum over the elements.
 
 import torch
 
-from .triton_common import load_rows, may_fuse, new_output, padded_dim, store_rows, tl, triton
+from .triton_common import KERNEL_LOG2E, load_rows, may_fuse, new_output, padded_dim, store_rows, tl, triton
 
 
 @triton.jit
 def load_gate(
-    gate_ptr,
-    stride_gb,
-    stride_gh,
-    stride_gm,
-    stride_gd,
-    batch,
+    base_ptr,
     steps,
     heads,
     valid,
+    stride_h,
+    stride_m,
+    stride_d,
     HEADWISE: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Gate of each row, float32: `(rows, 1)` for one value per head, else `(rows, BLOCK_DV)`."""
-    base = gate_ptr + batch.to(tl.int64) * stride_gb
+    """Logit of each row's gate: `(rows, 1)` for one value per head, else `(rows, BLOCK_DV)`."""
     if HEADWISE:
-        logit = load_rows(base, steps, heads, valid, stride_gh, stride_gm, stride_gd, 1, 1)
+        logit = load_rows(base_ptr, steps, heads, valid, stride_h, stride_m, stride_d, 1, 1)
     else:
-        logit = load_rows(base, steps, heads, valid, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
-    return tl.sigmoid(logit.to(tl.float32))
+        logit = load_rows(base_ptr, steps, heads, valid, stride_h, stride_m, stride_d, V_DIM, BLOCK_DV)
+    return logit
+
+
+@triton.jit
+def gate_value(logit):
+    """Sigmoid of the logits, float32."""
+    if logit.dtype == tl.float32:
+        gate = tl.sigmoid(logit)
+    else:
+        # A reciprocal root, squared, takes half the instructions of a division and is exact to 20 bits.
+        root = tl.rsqrt(1 + tl.exp2(logit.to(tl.float32) * -KERNEL_LOG2E))
+        gate = root * root
+    return gate
 
 
 @triton.jit
@@ -60,9 +69,9 @@ def _gate_gradient(
 ):
     """One branch: the gradient of its output before the gate, and that of the gate's logit."""
     out = load_rows(out_ptr + offset, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
-    gate = load_gate(
-        gate_ptr, stride_gb, stride_gh, stride_gm, stride_gd, batch, steps, heads, valid, HEADWISE, V_DIM, BLOCK_DV
-    )
+    gate_base = gate_ptr + batch.to(tl.int64) * stride_gb
+    logit = load_gate(gate_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, HEADWISE, V_DIM, BLOCK_DV)
+    gate = gate_value(logit)
     store_rows(
         grad_out_ptr + offset, grad * gate, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV
     )

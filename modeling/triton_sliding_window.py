@@ -65,6 +65,7 @@ def attend_window(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_START: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -78,7 +79,7 @@ def attend_window(
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    for column in tl.range(begin, end, BLOCK_N):
+    for column in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         columns = column + tl.arange(0, BLOCK_N)
         k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
         v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
@@ -128,6 +129,7 @@ def _sliding_window_fwd_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     HAS_SINK: tl.constexpr,
@@ -159,6 +161,7 @@ def _sliding_window_fwd_kernel(
         BLOCK_DV,
         BLOCK_M,
         BLOCK_N,
+        STAGES,
         HAS_START,
         PRECISION,
     )
@@ -217,10 +220,10 @@ def _sliding_window_forward(
             BLOCK_DV=padded_dim(v_dim),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
+            STAGES=stages,
             HAS_SINK=sink is not None,
             PRECISION=precision_of(query),
             num_warps=warps if block_m >= 64 else 4,
-            num_stages=stages,
             enable_fp_fusion=may_fuse(query),
         )
     return output, lse

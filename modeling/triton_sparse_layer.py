@@ -3,9 +3,9 @@
     o_t = sigmoid(g_t) * blocks(q_t, k, v) + sigmoid(g'_t) * window(q'_t, k', v')
 
 The specification is `sparse_layer_attention` of the reference. One program attends both branches for its tile of
-queries, so that neither branch's output leaves the chip; where gradients are wanted, both are stored ungated besides.
-The backward pass splits the gradient between branches and gates, and hands each branch's part to that branch's own
-kernels. Not supported: what either branch does not support.
+queries, the window first, so that neither branch's output leaves the chip; where gradients are wanted, both are stored
+ungated besides. The backward pass splits the gradient between branches and gates, and hands each branch's part to that
+branch's own kernels. Not supported: what either branch does not support.
 """
 
 import torch
@@ -33,19 +33,19 @@ from .triton_common import (
     tl,
     triton,
 )
-from .triton_gates import gates_backward, load_gate, named_strides
+from .triton_gates import gate_value, gates_backward, load_gate, named_strides
 from .triton_selection_layouts import SelectionLayouts, inverse_lists
 from .triton_sliding_window import attend_window
 
 
-# (bytes per element, padded head dimension at most) -> (keys per tile of blocks at most, keys per tile of the window,
-# warps, stages); the rows are those of the layout's tiles. Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-30; the
+# (bytes per element, padded head dimension at most) -> for the blocks (BLOCK_N at most, warps, stages), for the window
+# (BLOCK_N, stages); the rows are those of the layout's tiles. Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-30; the
 # others only keep within a card's memory.
 _LAUNCH = {
-    (2, 128): (64, 64, 4, 3),
-    (2, 256): (64, 64, 4, 2),
-    (4, 128): (32, 32, 4, 2),
-    (4, 256): (32, 32, 4, 1),
+    (2, 128): (64, 4, 3, 64, 2),
+    (2, 256): (64, 4, 2, 32, 2),
+    (4, 128): (32, 4, 2, 32, 1),
+    (4, 256): (32, 4, 1, 32, 1),
 }
 
 
@@ -111,6 +111,7 @@ def _sparse_layer_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW_N: tl.constexpr,
+    WINDOW_STAGES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_START: tl.constexpr,
     WINDOW_HAS_START: tl.constexpr,
@@ -131,9 +132,60 @@ def _sparse_layer_fwd_kernel(
     row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
     out_offset = batch.to(tl.int64) * stride_ob
 
-    owned, _ = query_places(start_ptr, None, 0, 0, batch, steps, valid, gap, HAS_START, False)
+    # All rows are asked for before any is needed: what waits for memory here would wait alone later.
     q_base = q_ptr + batch.to(tl.int64) * stride_qb
     q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
+    q_base = window_q_ptr + batch.to(tl.int64) * stride_wb
+    window_q = load_rows(q_base, steps, heads, valid, stride_wh, stride_wm, stride_wd, HEAD_DIM, BLOCK_D)
+    if HAS_GATES:
+        gate_base = gate_ptr + batch.to(tl.int64) * stride_gb
+        gate = load_gate(gate_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, HEADWISE, V_DIM, BLOCK_DV)
+        gate_base = window_gate_ptr + batch.to(tl.int64) * stride_vb
+        near_gate = load_gate(
+            gate_base, steps, heads, valid, stride_vh, stride_vm, stride_vd, HEADWISE, V_DIM, BLOCK_DV
+        )
+
+    owned, first = query_places(
+        window_start_ptr,
+        window_first_ptr,
+        stride_fb,
+        stride_fm,
+        batch,
+        steps,
+        valid,
+        window_gap,
+        WINDOW_HAS_START,
+        WINDOW_HAS_FIRST,
+    )
+    m_i, l_i, acc = attend_window(
+        window_q,
+        window_key_desc,
+        window_value_desc,
+        batch,
+        kv_head,
+        owned,
+        first,
+        valid,
+        window,
+        scale,
+        one,
+        BLOCK_D,
+        BLOCK_DV,
+        BLOCK_M,
+        WINDOW_N,
+        WINDOW_STAGES,
+        WINDOW_HAS_START,
+        PRECISION,
+    )
+    near, lse = finish_softmax(m_i, l_i, acc, window_sink_ptr, heads, valid, WINDOW_HAS_SINK)
+    if KEEP:
+        kept = window_out_ptr + out_offset
+        store_rows(kept, near, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
+        tl.store(window_lse_ptr + row, lse, mask=valid)
+    if HAS_GATES:
+        near *= gate_value(near_gate)
+
+    owned, _ = query_places(start_ptr, None, 0, 0, batch, steps, valid, gap, HAS_START, False)
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
     m_i, l_i, acc = attend_blocks(
         q,
@@ -164,74 +216,7 @@ def _sparse_layer_fwd_kernel(
         store_rows(kept, out, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
         tl.store(blocks_lse_ptr + row, lse, mask=valid)
     if HAS_GATES:
-        out *= load_gate(
-            gate_ptr,
-            stride_gb,
-            stride_gh,
-            stride_gm,
-            stride_gd,
-            batch,
-            steps,
-            heads,
-            valid,
-            HEADWISE,
-            V_DIM,
-            BLOCK_DV,
-        )
-
-    owned, first = query_places(
-        window_start_ptr,
-        window_first_ptr,
-        stride_fb,
-        stride_fm,
-        batch,
-        steps,
-        valid,
-        window_gap,
-        WINDOW_HAS_START,
-        WINDOW_HAS_FIRST,
-    )
-    q_base = window_q_ptr + batch.to(tl.int64) * stride_wb
-    q = load_rows(q_base, steps, heads, valid, stride_wh, stride_wm, stride_wd, HEAD_DIM, BLOCK_D)
-    m_i, l_i, acc = attend_window(
-        q,
-        window_key_desc,
-        window_value_desc,
-        batch,
-        kv_head,
-        owned,
-        first,
-        valid,
-        window,
-        scale,
-        one,
-        BLOCK_D,
-        BLOCK_DV,
-        BLOCK_M,
-        WINDOW_N,
-        WINDOW_HAS_START,
-        PRECISION,
-    )
-    near, lse = finish_softmax(m_i, l_i, acc, window_sink_ptr, heads, valid, WINDOW_HAS_SINK)
-    if KEEP:
-        kept = window_out_ptr + out_offset
-        store_rows(kept, near, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
-        tl.store(window_lse_ptr + row, lse, mask=valid)
-    if HAS_GATES:
-        near *= load_gate(
-            window_gate_ptr,
-            stride_vb,
-            stride_vh,
-            stride_vm,
-            stride_vd,
-            batch,
-            steps,
-            heads,
-            valid,
-            HEADWISE,
-            V_DIM,
-            BLOCK_DV,
-        )
+        out *= gate_value(gate)
     out_base = out_ptr + out_offset
     store_rows(out_base, out + near, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
 
@@ -269,7 +254,7 @@ def _sparse_layer_forward(
     group = heads // kv_heads
     output = new_output(query, v_dim)
     kept = _branch_results(query, v_dim, keep)
-    block_n, window_n, warps, stages = launch_sizes(_LAUNCH, query, value)
+    block_n, warps, stages, window_n, window_stages = launch_sizes(_LAUNCH, query, value)
     block_n = min(block_n, block_size)
     tile_q = starts.shape[2] // indices.shape[3]
     near = row_arguments(window_start, window_first, batch, q_len)
@@ -317,6 +302,7 @@ def _sparse_layer_forward(
             BLOCK_M=max(16, triton.next_power_of_2(tile_q * group)),
             BLOCK_N=block_n,
             WINDOW_N=window_n,
+            WINDOW_STAGES=window_stages,
             BLOCK_SIZE=block_size,
             HAS_START=query_start is not None,
             WINDOW_HAS_START=near["HAS_START"],

@@ -161,10 +161,16 @@ def test_odd_blocks_are_refused_by_name():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_listed_head_dims_on_the_card_C12(dims, dtype):
-    if dtype == torch.float32 and dims[0] > 96:
-        dims = (128, 128)
     states = make_states(300, 400, heads=6, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], dtype=dtype, sink=True)
     check(states, draw(states, 4, 64), block_size=64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 128], ids=["no_window", "window"])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_block_sizes_on_the_card(block_size, window):
+    states = make_states(700, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, sink=True)
+    check(states, draw(states, 4, block_size), block_size=block_size, window=window)
 
 
 @pytest.mark.gpu
