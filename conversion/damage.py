@@ -19,13 +19,15 @@ from transformers.utils import logging
 
 from hysparse_hf.modeling.attention_hysparse import sliding_window_attention
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
+from hysparse_hf.modeling.decoder_hysparse import HySparseDecoderLayer
 
 from .fit import Evidence, fit_layer
 from .layer_stream import AttentionInputs, LayerStream, ReadTarget, by_token
 from .sinks import HeadSums
 
 
-DAMAGE_TOKENS, DAMAGE_STRIDE = 4096, 4
+# The damage is measured on so many tokens, in beginnings of this length, and there at one position in four.
+DAMAGE_TOKENS, DAMAGE_LENGTH, DAMAGE_STRIDE = 4096, 1024, 4
 # Changes of logits held at once, in elements.
 CHUNK_ELEMENTS = 32 * 1024 * 1024
 
@@ -46,14 +48,14 @@ class Damage:
 
 
 class DamagePass:
-    """The dense teacher over all windows, and over the beginning of each once per layer with that layer replaced.
+    """The dense teacher over all windows, and over beginnings of some once per layer with that layer replaced.
 
     Args:
         config (`HySparseConfig`): of the converted model; its plan does not matter.
         read (`ReadTarget`): gives the mapped weights.
         windows (`tuple[torch.Tensor, ...]`): token ids, each `(length,)`, longer than the sliding window.
         refit (`bool`): whether there is text enough to fit output projections.
-        tokens (`int`): in the beginnings of all windows together.
+        tokens (`int`), length (`int`): on how many tokens the damage is measured, and how many of a window.
         stride (`int`): logits are compared at one position in so many.
     """
 
@@ -65,14 +67,17 @@ class DamagePass:
         *,
         refit: bool,
         tokens: int = DAMAGE_TOKENS,
+        length: int = DAMAGE_LENGTH,
         stride: int = DAMAGE_STRIDE,
     ):
         self.config, self.refit, self.stride = config, refit, stride
         self.stream = LayerStream(config, read)
-        self.length = math.ceil(tokens / len(windows))
+        self.length = min(length, *map(len, windows))
         self.teacher = self.stream.embed(windows)
-        # Per window the hidden states of its beginning with layer 1, 2, ... replaced; layer 0 always stays full.
-        self.changed: list[list[torch.Tensor]] = [[] for _ in windows]
+        count = min(len(windows), math.ceil(tokens / self.length))
+        # Evenly among the windows, which stand file by file. Per measured window the hidden states of its beginning
+        # with layer 1, 2, ... replaced; layer 0 always stays full.
+        self.changed: dict[int, list[torch.Tensor]] = {len(windows) * i // count: [] for i in range(count)}
 
     @torch.no_grad()
     def run(self) -> Damage:
@@ -81,18 +86,19 @@ class DamagePass:
             layer = self.stream.layer(index)
             inputs = [self.stream.attention_inputs(layer, hidden) for hidden in self.teacher]
             replaced = [] if index == 0 else self._replaced(layer.self_attn.o_proj, inputs)
-            for number, part in enumerate(inputs):
-                for copy, hidden in enumerate(self.changed[number]):
+            for number, changed in self.changed.items():
+                for copy, hidden in enumerate(changed):
                     found = self.stream.attention_inputs(layer, hidden)
-                    self.changed[number][copy] = self._advance(layer, hidden, found.dense().flatten(1))
+                    changed[copy] = self._advance(layer, hidden, found.dense().flatten(1))
                 if replaced:
                     beginning = self.teacher[number][:, : self.length]
                     attended = replaced[number][: self.length]
-                    self.changed[number].append(self.stream.after_attention(layer, beginning, attended))
+                    changed.append(self.stream.after_attention(layer, beginning, attended))
+            for number, part in enumerate(inputs):
                 self.teacher[number] = self._advance(layer, self.teacher[number], part.dense().flatten(1))
         return Damage(nn.functional.pad(self._matrix(), (1, 0, 1, 0)))
 
-    def _advance(self, layer: nn.Module, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    def _advance(self, layer: HySparseDecoderLayer, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return self.stream.after_attention(layer, hidden, layer.self_attn.o_proj(heads))
 
     def _replaced(self, project: nn.Linear, inputs: list[AttentionInputs]) -> list[torch.Tensor]:
@@ -115,13 +121,13 @@ class DamagePass:
 
     def _matrix(self) -> torch.Tensor:
         norm, head = self.stream.head()
-        tried = len(self.changed[0])
+        tried = self.config.num_hidden_layers - 1
         pairs = torch.zeros(tried, tried, dtype=torch.float64, device=self.stream.device)
         alone = torch.zeros(tried, dtype=torch.float64, device=self.stream.device)
         chunk = max(1, CHUNK_ELEMENTS // ((tried + 1) * len(head)))
         positions = 0
-        for teacher, changed in zip(self.teacher, self.changed, strict=True):
-            states = torch.cat([teacher[:, : self.length], *changed])[:, :: self.stride]
+        for number, changed in self.changed.items():
+            states = torch.cat([self.teacher[number][:, : self.length], *changed])[:, :: self.stride]
             for part in norm(states).split(chunk, dim=1):
                 logits = (part @ head.T).log_softmax(-1)
                 expected, changes = logits[0], logits[1:] - logits[0]

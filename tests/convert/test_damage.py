@@ -102,19 +102,22 @@ def test_damage_of_pairs_is_that_of_both_windows(measure):
         assert abs(measured.damage.of(pair) - together) < 0.5 * abs(added - together)
 
 
-def test_damage_is_measured_on_the_beginnings_of_the_windows(make_source):
-    """Fits use whole windows: cutting the windows themselves gives another result."""
+def test_damage_is_measured_on_beginnings_that_are_spread_evenly(make_source):
+    """Fits use whole windows, all of them: cutting the windows themselves gives another result."""
     source, _ = make_source()
     job = Job(open_source(source), Options(**OPTIONS))
-    passes = [
-        DamagePass(job.config, job.mapped, tuple(draw_ids()[:, :length]), refit=False, tokens=tokens)
-        for length, tokens in ((64, 96), (64, 192), (32, 96))
-    ]
-    whole, beginnings, cut = (entry.run().matrix for entry in (passes[1], passes[0], passes[2]))
-    assert [len(entry.changed) for entry in passes] == [3, 3, 3]
-    assert [entry.changed[0][0].shape[1] for entry in passes] == [32, 64, 32]
-    assert not torch.allclose(whole, beginnings)
-    assert not torch.allclose(cut, beginnings)
+
+    def measured(ids, tokens, length):
+        entry = DamagePass(job.config, job.mapped, tuple(ids), refit=False, tokens=tokens, length=length)
+        matrix = entry.run().matrix
+        assert {states.shape[1] for changed in entry.changed.values() for states in changed} == {min(length, 64)}
+        return list(entry.changed), matrix
+
+    ids = draw_ids(windows=5)
+    whole, half, cut = measured(ids, 999, 64), measured(ids, 64, 32), measured(ids[:, :32], 64, 32)
+    assert [places for places, _ in (whole, half, cut)] == [[0, 1, 2, 3, 4], [0, 2], [0, 2]]
+    assert not torch.allclose(whole[1], half[1])
+    assert not torch.allclose(cut[1], half[1])
 
 
 def test_auto_plan_keeps_the_layer_that_is_missed_most(make_source, tmp_path):
