@@ -81,7 +81,18 @@ def check_cache(cache, n_layers: int) -> None:
 
 
 def check_generation_cache(cache, max_cache_length: int, drafts: bool) -> None:
-    """Raise `ValueError` if a pre-allocated cache is too short for `generate()`, or would have to undo drafts."""
+    """Raise `ValueError` for a cache with which `generate()` could not go on, or would go on wrong.
+
+    Args:
+        cache (`HySparseCache`, *optional*): given, or made for this call.
+        max_cache_length (`int`): tokens that will be cached at most.
+        drafts (`bool`): whether tokens are drafted and undone.
+    """
+    if drafts and cache is not None and int(cache.get_seq_length()):
+        raise ValueError(
+            f"assisted decoding must begin with an empty `{CACHE_ARGUMENT}`, got one of {int(cache.get_seq_length())} "
+            "tokens, behind which transformers would write the whole prompt again; leave it out."
+        )
     room = getattr(cache, "max_cache_len", None)
     if room is None:
         return
