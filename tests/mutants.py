@@ -32,6 +32,8 @@ SPARSE = "tests/ops/test_block_sparse.py"
 WINDOW = "tests/ops/test_sliding_window.py"
 CHOICE = "tests/ops/test_selection.py"
 FORWARD = "tests/models/test_forward.py"
+ALGEBRA = "tests/models/test_cache_algebra.py::test_operations_in_any_order"
+FIXED = "tests/models/test_preallocated_cache.py"
 GENERATE = "tests/models/test_generate.py"
 CACHE_TESTS = "tests/models/test_cache.py"
 LAYOUTS = "tests/models/test_layouts.py"
@@ -338,6 +340,67 @@ MUTANTS = {
         "order = torch.argsort((~new).long(), dim=-1, stable=True) if q_len > 1 else None",
         "order = None",
         f"{FORWARD}::TestExtraOutputs::test_maps_and_indices_of_padded_rows_equal_those_alone",
+    ),
+    # The cache.
+    "stale-rows-after-a-reorder-in-place": Mutant(
+        CACHE,
+        "refill(buffer, change(buffer)) for buffer",
+        "(change(buffer), buffer)[1] for buffer",
+        f"{FIXED}::test_static_beams_equal_growing_beams",
+    ),
+    "counts-stay-when-rows-move": Mutant(
+        WHOLE_CACHE,
+        "self._transform_counts(lambda counts: counts.index_select(0, beam_idx.to(counts.device)))",
+        "pass",
+        ALGEBRA,
+    ),
+    "window-of-the-cache-minus-one": Mutant(
+        CACHE,
+        "seen = min(self._past(layout), self.sliding_window - 1)",
+        "seen = min(self._past(layout), self.sliding_window - 2)",
+        f"{FIXED}::test_A10_A11_around_the_window",
+    ),
+    "ring-of-one-column-less": Mutant(
+        CACHE,
+        "self.kept = sliding_window + slack",
+        "self.kept = sliding_window + slack - 1",
+        ALGEBRA,
+    ),
+    "crop-of-the-first-layer-alone": Mutant(
+        WHOLE_CACHE,
+        "for layer in filled:\n            layer.crop(",
+        "for layer in filled[:1]:\n            layer.crop(",
+        ALGEBRA,
+    ),
+    "crop-refused-halfway": Mutant(
+        WHOLE_CACHE,
+        "for layer in filled:\n                layer.check_crop(tokens_to_remove)",
+        "for layer in filled[:1]:\n                layer.check_crop(tokens_to_remove)",
+        ALGEBRA,
+    ),
+    "padding-written-into-the-ring": Mutant(
+        CACHE,
+        "source = _positions(start + new_counts, size)",
+        "source = _positions(start + q_len, size)",
+        ALGEBRA,
+    ),
+    "hidden-token-of-a-step-not-counted": Mutant(
+        WHOLE_CACHE,
+        "written = layout.past_counts + layout.new_counts.clamp(min=1)",
+        "written = layout.past_counts + layout.new_counts",
+        ALGEBRA,
+    ),
+    "prompt-attends-to-all-the-room": Mutant(
+        CACHE,
+        "return (key_states, value_states) if start is None else (self.keys, self.values)",
+        "return self.keys, self.values",
+        ALGEBRA,
+    ),
+    "A28-fetches-the-following-layer": Mutant(
+        WHOLE_CACHE,
+        "next((i for i in order if isinstance(self.layers[i], GrowingLayer)), None)",
+        "order[0] if isinstance(self.layers[order[0]], GrowingLayer) else None",
+        "tests/models/test_offloaded_cache.py::test_each_turn_fetches_the_next_full_layer_and_sends_its_own_away",
     ),
     # The most valuable faults seen elsewhere, by the ids of their tests.
     "A01-shared-tensors-kept-on-the-model": Mutant(
