@@ -350,7 +350,7 @@ MUTANTS = {
     ),
     "counts-stay-when-rows-move": Mutant(
         WHOLE_CACHE,
-        "self._transform_counts(lambda counts: counts.index_select(0, beam_idx.to(counts.device)))",
+        "self._transform_rest(lambda states: states.index_select(0, beam_idx.to(states.device)))",
         "pass",
         ALGEBRA,
     ),
@@ -368,14 +368,14 @@ MUTANTS = {
     ),
     "crop-of-the-first-layer-alone": Mutant(
         WHOLE_CACHE,
-        "for layer in filled:\n            layer.crop(",
-        "for layer in filled[:1]:\n            layer.crop(",
+        "for layer, count in filled:\n            layer.crop(",
+        "for layer, count in filled[:1]:\n            layer.crop(",
         ALGEBRA,
     ),
     "crop-refused-halfway": Mutant(
         WHOLE_CACHE,
-        "for layer in filled:\n                layer.check_crop(tokens_to_remove)",
-        "for layer in filled[:1]:\n                layer.check_crop(tokens_to_remove)",
+        "for layer, count in filled:\n                layer.check_crop(",
+        "for layer, count in filled[:1]:\n                layer.check_crop(",
         ALGEBRA,
     ),
     "padding-written-into-the-ring": Mutant(
