@@ -132,7 +132,7 @@ class RidgeRegression:
         self.factor = torch.linalg.cholesky(gram).to(inputs.dtype)
 
     def solve(self, wanted: torch.Tensor, weights: torch.Tensor, iterations: int = RIDGE_ITERATIONS) -> torch.Tensor:
-        """The coefficients `(n,)` for targets and weights `(positions,)`; weights of mean 1 converge fastest."""
+        """The coefficients `(n,)` for targets and weights `(positions,)`; only the proportions of weights count."""
         weights = weights / weights.mean() / len(weights)
         penalty = self.ridge * (weights * self.squares).sum()
         solution = self.inputs.new_zeros(self.inputs.shape[1])
