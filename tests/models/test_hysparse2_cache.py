@@ -5,14 +5,13 @@ import pickle
 import pytest
 import torch
 from models.tiny import CACHE_NAMES, assert_same_logits, draw_ids, logits_alone, padded_mask, run_in_chunks
-from models.tiny2 import BASELINES, SWITCHES, tiny_model
+from models.tiny2 import MODELS, SWITCHES, over_models, tiny_model
 
 from hysparse_hf import measure_cache_bytes, predict_cache_bytes
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
 
 
-MODELS = {**SWITCHES, **{f"{name}_baseline": {"baseline": name} for name in BASELINES}}
-switches = pytest.mark.parametrize("switch", MODELS)
+switches = over_models()
 padded_or_not = pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 NONE = torch.tensor([], dtype=torch.long)
 
@@ -128,7 +127,9 @@ def model_and_waiting(switch):
     return tiny_model(torch.float64, **MODELS[switch]), 0
 
 
-operations = pytest.mark.parametrize("switch", ["default", "two_bridges", "own_kv", "branch", "yoco_baseline", "lazy"])
+operations = over_models(
+    ("default", "two_bridges", "own_kv", "branch", "yoco_baseline", "lazy"), ("two_bridges", "lazy")
+)
 
 
 @padded_or_not

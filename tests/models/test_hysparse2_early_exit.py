@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models.tiny import assert_same_logits, draw_ids, padded_mask, spread, uncached_greedy
-from models.tiny2 import SWITCHES, tiny_model
+from models.tiny2 import SWITCHES, over_models, tiny_model
 
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
 from hysparse_hf.modeling.compat_transformers import CACHE_ARGUMENT
@@ -22,7 +22,7 @@ KEPT = {
     "mask": torch.arange(40) % 11 == 3,
 }
 
-switches = pytest.mark.parametrize("switch", LEAVING)
+switches = over_models(LEAVING, fast=("default", "two_bridges", "source_rope"))
 materializations = pytest.mark.parametrize("materialization", ["eager", "lazy"])
 
 
@@ -67,7 +67,7 @@ def test_logits_and_cache_are_those_of_the_full_pass(switch, kept):
 
 @pytest.mark.parametrize("kept", [1, 4, 30, torch.tensor([50, 3, 55, 20])], ids=["1", "4", "30", "positions"])
 @pytest.mark.parametrize("padding", ["left", "right", "holes"])
-@pytest.mark.parametrize("switch", ["default", "source_rope", "own_kv", "block", "yoco"])
+@over_models(("default", "source_rope", "own_kv", "block", "yoco"), fast=("source_rope",))
 @torch.no_grad()
 def test_padded_rows(switch, padding, kept):
     model = tiny_model(torch.float64, **LEAVING[switch])

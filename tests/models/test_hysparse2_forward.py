@@ -6,7 +6,7 @@ import torch
 from models.test_forward import HostReads
 from models.test_sharing import layers_that_read
 from models.tiny import assert_same_logits, changed_layer_output, draw_ids, padded_mask
-from models.tiny2 import BASELINES, SWITCHES, tiny_model
+from models.tiny2 import BASELINES, SWITCHES, over_models, tiny_model
 
 from hysparse_hf.modeling.compat_transformers import cache_of
 
@@ -160,7 +160,10 @@ class TestImplementations:
             model.set_attn_implementation("eager")
             assert_same_logits(model(ids).logits, default)
 
-    @pytest.mark.parametrize("kept", [0, 1, torch.tensor([3, 20])], ids=str)
+    @pytest.mark.parametrize(
+        "kept",
+        [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(torch.tensor([3, 20]), marks=pytest.mark.slow)],
+    )
     def test_compiles_into_one_graph_D09(self, kept):
         model = tiny_model()
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -168,7 +171,7 @@ class TestImplementations:
             logits = compiled(ROW, use_cache=False, logits_to_keep=kept).logits
             assert_same_logits(logits, model(ROW, use_cache=False, logits_to_keep=kept).logits)
 
-    @pytest.mark.parametrize("switch", SWITCHES)
+    @over_models(SWITCHES)
     def test_nothing_waits_for_the_device_D09(self, switch):
         model = tiny_model(**SWITCHES[switch])
         mask = padded_mask("holes", [23, 40], 40)

@@ -15,17 +15,16 @@ from models.tiny import (
     spread,
     uncached_greedy,
 )
-from models.tiny2 import BASELINES, SWITCHES, tiny_model
+from models.tiny2 import MODELS, over_models, tiny_model
 from transformers import DynamicCache
 
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
 from hysparse_hf.modeling.compat_transformers import CACHE_ARGUMENT, cache_of
 
 
-MODELS = {**SWITCHES, **{f"{name}_baseline": {"baseline": name} for name in BASELINES}}
-switches = pytest.mark.parametrize("switch", MODELS)
+switches = over_models()
 # One of each way in which the cross-decoder gets its keys.
-some_switches = pytest.mark.parametrize("switch", ["default", "source_rope", "own_kv", "branch", "yoco_baseline"])
+some_switches = over_models(("default", "source_rope", "own_kv", "branch", "yoco_baseline"), fast=("default",))
 cache_names = pytest.mark.parametrize("name", CACHE_NAMES)
 
 

@@ -11,7 +11,7 @@ from models.tiny import (
     run_in_chunks,
     spread,
 )
-from models.tiny2 import BASELINES, SWITCHES, tiny_model
+from models.tiny2 import MODELS, over_models, tiny_model
 
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
 from hysparse_hf.modeling.compat_transformers import cache_of
@@ -20,9 +20,8 @@ from hysparse_hf.modeling.compat_transformers import cache_of
 LENGTHS = (33, 50, 41)
 TOTAL = 56
 DOCUMENTS = (20, 30, 1, 9)
-MODELS = {**SWITCHES, **{f"{name}_baseline": {"baseline": name} for name in BASELINES}}
 
-switches = pytest.mark.parametrize("switch", MODELS)
+switches = over_models()
 paddings = pytest.mark.parametrize("padding", ["left", "right", "holes"])
 
 

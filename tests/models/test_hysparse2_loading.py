@@ -7,7 +7,7 @@ import torch
 import transformers
 from fresh_process import run_isolated
 from models.tiny import draw_ids
-from models.tiny2 import BASELINES, SWITCHES, tiny_config, tiny_model
+from models.tiny2 import MODELS, SWITCHES, over_models, tiny_config, tiny_model
 from safetensors.torch import load_file, save_file
 
 import import_rules
@@ -15,7 +15,6 @@ from hysparse_hf import HySparse2Config, HySparse2ForCausalLM, HySparse2Model
 
 
 IDS = draw_ids(2, 30)
-MODELS = {**SWITCHES, **{f"{name}_baseline": {"baseline": name} for name in BASELINES}}
 
 WITHOUT_THE_PACKAGE = """
 folder, again = argument["folder"], argument["again"]
@@ -35,7 +34,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("switch", ["default", "yoco_baseline"])
+@over_models(("default", "yoco_baseline"))
 def test_a_checkpoint_runs_without_the_package_and_saves_its_code_again_D03_E06_E09(tmp_path, switch):
     model = tiny_model(**MODELS[switch])
     model.save_pretrained(tmp_path / "first")
@@ -80,7 +79,7 @@ def test_the_installed_package_wins_over_the_code_in_the_folder(tmp_path):
 
 
 class TestStateDict:
-    @pytest.mark.parametrize("switch", MODELS)
+    @over_models(fast=("default", "residual", "self_output", "yoco_baseline"))
     def test_loads_completely_and_unchanged_B07_E01(self, tmp_path, switch):
         model = tiny_model(**MODELS[switch])
         model.save_pretrained(tmp_path)

@@ -5,13 +5,12 @@ import naive_model2
 import pytest
 import torch
 from models.tiny import draw_ids
-from models.tiny2 import BASELINES, SWITCHES, tiny_model
+from models.tiny2 import BASELINES, MODELS, over_models, tiny_model
 
 from hysparse_hf.modeling.compat_transformers import cache_of
 
 
 ROW = draw_ids(1, 30)
-MODELS = {**SWITCHES, **{f"{name}_baseline": {"baseline": name} for name in BASELINES}}
 
 
 def gradients(model):
@@ -27,7 +26,7 @@ def labelled():
 
 
 class TestGradients:
-    @pytest.mark.parametrize("switch", ["default", "two_bridges", "own_kv", "residual", "branch_merged_own", "block"])
+    @over_models(("default", "two_bridges", "own_kv", "residual", "branch_merged_own", "block"))
     def test_equal_those_of_the_loops(self, switch):
         model = tiny_model(torch.float64, **MODELS[switch])
         naive_model.cross_entropy_sum(naive_model2.forward(model, ROW).logits, ROW).backward()
@@ -60,7 +59,7 @@ class TestGradients:
 
 class TestCheckpointing:
     @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-    @pytest.mark.parametrize("switch", ["default", "two_bridges", "own_kv", "residual", "branch", "yoco_baseline"])
+    @over_models(("default", "two_bridges", "own_kv", "residual", "branch", "yoco_baseline"))
     def test_loss_and_gradients_are_those_without_B02(self, switch, reentrant):
         model = tiny_model(torch.float64, **MODELS[switch]).train()
         ids, labels = labelled()

@@ -1,5 +1,8 @@
 """Small HySparse2 models; imported as `models.tiny2`."""
 
+from collections.abc import Iterable
+
+import pytest
 import torch
 from models.tiny import VOCAB_SIZE
 
@@ -33,6 +36,8 @@ SWITCHES: dict[str, dict] = {
     "wide_values": {"v_head_dim": 40, "use_qk_norm": True, "attention_bias": True, "num_key_value_heads": 1},
 }
 BASELINES = ("dense", "hybrid_swa", "yoco")
+# Switch settings and baselines, as arguments of `tiny_model`.
+MODELS: dict[str, dict] = {**SWITCHES, **{f"{name}_baseline": {"baseline": name} for name in BASELINES}}
 
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -51,6 +56,12 @@ SIZES = {
     "eos_token_id": None,
 }
 PLANS = {"self_layer_plan": ["window", "full", "window"], "cross_layer_plan": ["full", "sparse", "sparse"]}
+
+
+def over_models(names: Iterable[str] = MODELS, fast: Iterable[str] = ("default", "two_bridges")):
+    """Parametrise a test by `switch`; names that are not `fast` run only with the slow tests."""
+    marked = [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("switch", marked)
 
 
 def tiny_config(**switches) -> HySparse2Config:
