@@ -160,10 +160,8 @@ class TestImplementations:
             model.set_attn_implementation("eager")
             assert_same_logits(model(ids).logits, default)
 
-    @pytest.mark.parametrize(
-        "kept",
-        [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(torch.tensor([3, 20]), marks=pytest.mark.slow)],
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kept", [0, 1, torch.tensor([3, 20])], ids=str)
     def test_compiles_into_one_graph_D09(self, kept):
         model = tiny_model()
         compiled = torch.compile(model, fullgraph=True, backend="eager")
