@@ -169,7 +169,7 @@ def test_gradient_of_the_output_alone():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_listed_head_dims_on_the_card_C12(dims, dtype):
+def test_listed_head_dims_on_the_card_C12_C17(dims, dtype):
     states = make_states(300, 400, heads=6, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], dtype=dtype)
     check(states, block_size=64)
 

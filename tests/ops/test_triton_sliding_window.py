@@ -77,7 +77,7 @@ def test_what_lies_past_a_short_row_does_not_leak():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_listed_head_dims_on_the_card_C12(dims, dtype):
+def test_listed_head_dims_on_the_card_C12_C17(dims, dtype):
     states = make_states(300, 400, heads=6, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], dtype=dtype, sink=True)
     check(states, 128)
 
