@@ -1,0 +1,122 @@
+"""Where parameters stand: dispatch hooks, layers offloaded to the CPU or the disk, and shapes nobody may ask for."""
+
+import functools
+
+import accelerate
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from models.tiny import SWITCHES, draw_ids, tiny_config, tiny_model
+
+from hysparse_hf import HySparseForCausalLM
+
+
+IDS = draw_ids(2, 36)
+MASK = torch.ones_like(IDS).index_fill(1, torch.arange(3), 0)
+OTHERS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
+SETTINGS = ("default", "window_layers", "wide_values")
+
+
+def places(model, **moved):
+    """A device map that lists every layer: on the CPU, but for those that are moved."""
+    layers = [f"model.layers.{i}" for i in range(len(model.model.layers))]
+    return {**dict.fromkeys((*layers, *OTHERS), "cpu"), **moved}
+
+
+def assert_as_before(model, plain):
+    with torch.no_grad():
+        assert torch.equal(model(IDS, attention_mask=MASK).logits, plain(IDS, attention_mask=MASK).logits)
+    asked = {"attention_mask": MASK, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(IDS, **asked), plain.generate(IDS, **asked))
+
+
+class TestDispatch:
+    @pytest.mark.parametrize("switches", SETTINGS)
+    def test_forced_hooks_change_nothing_B04(self, switches):
+        model = tiny_model(**SWITCHES[switches])
+        model = accelerate.dispatch_model(model, places(model), force_hooks=True)
+        assert_as_before(model, tiny_model(**SWITCHES[switches]))
+
+    def test_the_cache_is_passed_on_by_itself_under_both_names_B04(self):
+        assert {"cache", "past_key_values"} <= set(HySparseForCausalLM._skip_keys_device_placement)
+
+    @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+    def test_some_layers_on_the_disk_B04(self, tmp_path, tied):
+        model = tiny_model(tie_word_embeddings=tied)
+        moved = places(model, **{"model.layers.1": "disk", "model.layers.3": "disk"})
+        model = accelerate.dispatch_model(model, moved, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+        assert model.model.layers[3].self_attn.k_proj.weight.device.type == "meta"
+        assert_as_before(model, tiny_model(tie_word_embeddings=tied))
+
+    def test_loaded_with_some_layers_on_the_disk_B04(self, tmp_path):
+        plain = tiny_model()
+        plain.save_pretrained(tmp_path / "saved")
+        moved = places(plain, **{"model.layers.0": "disk", "model.layers.2": "disk"})
+        model = HySparseForCausalLM.from_pretrained(
+            tmp_path / "saved", device_map=moved, offload_folder=tmp_path / "offload"
+        )
+        assert model.model.layers[2].self_attn.sink_local.device.type == "meta"
+        assert_as_before(model, plain)
+
+    @pytest.mark.parametrize("switches", ["window_layers", "wide_values"])
+    def test_all_parameters_offloaded_B04(self, tmp_path, switches):
+        for offload in (accelerate.cpu_offload, functools.partial(accelerate.disk_offload, offload_dir=tmp_path)):
+            model = offload(tiny_model(**SWITCHES[switches]), execution_device=torch.device("cpu"))
+            assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+            assert_as_before(model, tiny_model(**SWITCHES[switches]))
+
+    @pytest.mark.parametrize("switches", SETTINGS)
+    @pytest.mark.parametrize("mask", [None, MASK], ids=["plain", "padded"])
+    @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
+    def test_all_that_a_layer_reads_follows_it_B04(self, switches, mask, use_cache):
+        # The meta device stands for a second card: an operation that mixed devices would raise.
+        model = tiny_model(**SWITCHES[switches])
+        for module in (*model.model.layers[2:], model.model.norm, model.lm_head):
+            hook = AlignDevicesHook(execution_device="meta", skip_keys=model._skip_keys_device_placement)
+            add_hook_to_module(module.to("meta"), hook)
+        logits = model(IDS, attention_mask=mask, use_cache=use_cache).logits
+        assert logits.device.type == "meta"
+        assert logits.shape == (2, 36, 61)
+
+
+@pytest.mark.parametrize("switches", [*SETTINGS, "moe"])
+def test_an_automatic_map_never_splits_a_layer_E12(switches):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    model = tiny_model(**(experts if switches == "moe" else SWITCHES[switches]))
+    largest = max(sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers)
+    split = set()
+    # Up to twice a layer, in steps that pass every place where a layer might be cut.
+    for room in range(1000, 2 * largest, largest // 20):
+        found = accelerate.infer_auto_device_map(
+            model, {"cpu": room, "disk": 10**9}, no_split_module_classes=model._no_split_modules
+        )
+        assert set(found.values()) <= {"cpu", "disk"}
+        split |= {name for name in found if name.startswith("model.layers.") and name.count(".") > 2}
+    assert split == set()
+
+
+@pytest.mark.parametrize("switches", [*SETTINGS, "headwise_full_gate"])
+def test_building_asks_no_parameter_for_its_shape_F10(switches, monkeypatch):
+    """As under ZeRO-3: parameters are empty as soon as their module is built; sizes come from the configuration."""
+    plain = tiny_model(**SWITCHES[switches])
+    owners = {type(module) for module in plain.modules() if list(module.parameters(recurse=False))}
+    builders = {base for owner in owners for base in owner.__mro__ if "__init__" in vars(base)}
+
+    def emptied(build):
+        @functools.wraps(build)
+        def wrapper(self, *args, **kwargs):
+            build(self, *args, **kwargs)
+            for parameter in self.parameters():
+                parameter.data = torch.empty(0)
+
+        return wrapper
+
+    for builder in builders - {torch.nn.Module, object}:
+        monkeypatch.setattr(builder, "__init__", emptied(builder.__init__))
+    model = HySparseForCausalLM(tiny_config(**{**SWITCHES[switches], "pad_token_id": None})).eval()
+    assert {parameter.numel() for parameter in model.parameters()} == {0}
+    monkeypatch.undo()
+    for parameter, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        parameter.data = whole.data
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, plain(IDS).logits)
