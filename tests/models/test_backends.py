@@ -26,7 +26,7 @@ KERNELS = {
     "block_sparse_attention": (triton_block_sparse, "_block_sparse_fwd_kernel"),
     "sliding_window_attention": (triton_sliding_window, "_sliding_window_fwd_kernel"),
 }
-ROW = draw_ids(1, 40).to(DEVICE)
+ROW = draw_ids(1, 20).to(DEVICE)
 
 
 class FailingKernel:
