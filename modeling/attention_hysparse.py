@@ -78,7 +78,9 @@ def _load_kernels() -> dict[str, Callable[..., tuple]] | ImportError:
     }
 
 
-def _with_merged_window(block_sparse: Callable[..., tuple], sliding_window: Callable[..., tuple]):
+def _with_merged_window(
+    block_sparse: Callable[..., tuple], sliding_window: Callable[..., tuple]
+) -> Callable[..., tuple]:
     """`block_sparse_attention` by kernels; with `window`, the blocks count up to it and it is a branch of its own."""
 
     def attend(query, key, value, indices, *, window, sink, rows, layouts=None, **options):
