@@ -70,7 +70,18 @@ class CacheMachine(stateful.RuleBasedStateMachine):
 
     # Tokens.
 
-    @rule(data=st.data(), length=st.sampled_from([1, 1, 1, 2, 3, 5, 6, 11, 19]))
+    @rule(data=st.data())
+    def one_token(self, data):
+        self.append(data, 1)
+
+    @rule(data=st.data(), length=st.sampled_from([2, 3, 5, 6, 9]))
+    def several_tokens(self, data, length):
+        self.append(data, length)
+
+    @rule(data=st.data(), length=st.sampled_from([11, 19]))
+    def more_tokens_than_a_window_holds(self, data, length):
+        self.append(data, length)
+
     def append(self, data, length):
         new = torch.ones(len(self.ids), length, dtype=torch.long)
         if self.padded and data.draw(st.booleans(), label="holes"):
@@ -140,8 +151,18 @@ class CacheMachine(stateful.RuleBasedStateMachine):
 
     # Rollback.
 
-    @rule(tokens=st.integers(0, 14))
+    @precondition(lambda self: self.slots)
+    @rule(past=st.sampled_from([0, 1]))
+    def crop_to_the_edge_or_past_it(self, past):
+        """As many as may be undone, or one more."""
+        most = [n for n in range(self.slots + 1) if bool(self.reaches((self.assumed() - n).clamp(min=0)).all())]
+        self.crop_tokens(max(most, default=0) + past)
+
+    @rule(tokens=st.integers(0, 7))
     def crop(self, tokens):
+        self.crop_tokens(tokens)
+
+    def crop_tokens(self, tokens):
         if tokens > self.slots:
             with self.unchanged(), pytest.raises(ValueError, match="number of tokens to remove"):
                 self.cache.crop(-tokens)
@@ -158,19 +179,17 @@ class CacheMachine(stateful.RuleBasedStateMachine):
             self.lost = torch.maximum(self.lost, (self.counts if self.padded else self.assumed()) - kept)
         self.ids, self.mask = self.ids[:, : self.slots - tokens], self.mask[:, : self.slots - tokens]
 
-    @rule(tokens=st.integers(1, 5))
-    def crop_by_the_old_spelling(self, tokens):
-        with self.unchanged(), pytest.raises(ValueError, match="number of tokens to remove"):
-            self.cache.crop(tokens)
-
     @precondition(lambda self: not self.fixed and not self.recording)
     @rule()
     def record(self):
         self.cache.activate_past_recording()
         self.recording = True
 
+    @precondition(lambda self: self.slots > 20)
     @rule()
     def reset(self):
+        with self.unchanged(), pytest.raises(ValueError, match="number of tokens to remove"):
+            self.cache.crop(1)
         self.cache.reset()
         self.clear(len(self.ids))
 
@@ -180,25 +199,20 @@ class CacheMachine(stateful.RuleBasedStateMachine):
         for name in ("ids", "mask", "lost", "counts"):
             setattr(self, name, getattr(self, name)[rows])
 
-    @rule(data=st.data())
-    def reorder(self, data):
-        row = st.integers(0, len(self.ids) - 1)
-        rows = data.draw(st.lists(row, min_size=len(self.ids), max_size=len(self.ids)), label="rows")
-        self.cache.reorder_cache(torch.tensor(rows))
+    @rule(data=st.data(), how=st.sampled_from(["reorder", "repeat", "select"]))
+    def reorder_repeat_or_select(self, data, how):
+        batch = len(self.ids)
+        row = st.integers(0, batch - 1)
+        if how == "repeat" and batch < 3:
+            rows = [row for row in range(batch) for _ in range(2)]
+            self.cache.batch_repeat_interleave(2)
+        elif how == "select":
+            rows = data.draw(st.lists(row, min_size=1, max_size=3), label="rows")
+            self.cache.batch_select_indices(torch.tensor(rows))
+        else:
+            rows = data.draw(st.lists(row, min_size=batch, max_size=batch), label="rows")
+            self.cache.reorder_cache(torch.tensor(rows))
         self.move_rows(rows)
-
-    @precondition(lambda self: len(self.ids) < 3)
-    @rule()
-    def repeat(self):
-        self.cache.batch_repeat_interleave(2)
-        self.move_rows([row for row in range(len(self.ids)) for _ in range(2)])
-
-    @precondition(lambda self: len(self.ids) > 1)
-    @rule(data=st.data())
-    def select(self, data):
-        keep = data.draw(st.lists(st.integers(0, len(self.ids) - 1), min_size=1, max_size=3), label="rows")
-        self.cache.batch_select_indices(torch.tensor(keep))
-        self.move_rows(keep)
 
     # Copies.
 
@@ -252,7 +266,7 @@ def run_machine(examples, steps):
 
 
 def test_operations_in_any_order():
-    run_machine(examples=14, steps=25)
+    run_machine(examples=20, steps=30)
 
 
 @pytest.mark.slow
