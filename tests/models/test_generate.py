@@ -114,16 +114,18 @@ def test_A25_both_cache_names_at_once_are_an_error():
         model(draw_ids(1, 3), cache=one, past_key_values=two)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_sampling_equals_sampling_without_a_cache(seed):
-    model = tiny_model()
-    ids = draw_ids(2, 18)
+@pytest.mark.parametrize(("switch", "padded"), [("default", False), *((switch, True) for switch in SWITCHES)])
+def test_sampling_equals_sampling_without_a_cache(switch, padded):
+    model = tiny_model(**SWITCHES[switch])
+    mask = padded_mask("left", (11, 18), 18) if padded else torch.ones(2, 18, dtype=torch.long)
+    ids = draw_ids(2, 18) * mask
     outputs = []
     for use_cache in (True, False):
-        torch.manual_seed(seed)
-        outputs.append(model.generate(ids, max_new_tokens=16, do_sample=True, top_k=20, use_cache=use_cache))
+        torch.manual_seed(0)
+        sampling = {"do_sample": True, "top_k": 20, "max_new_tokens": 10}
+        outputs.append(model.generate(ids, attention_mask=mask, use_cache=use_cache, **sampling))
     assert torch.equal(*outputs)
-    assert not torch.equal(outputs[0], greedy(model, ids, 16))
+    assert not torch.equal(outputs[0], greedy(model, ids, 10, attention_mask=mask))
 
 
 @switches
@@ -136,10 +138,13 @@ def test_A15_left_padded_batch_equals_solo_runs(switch):
         assert torch.equal(output[row, 15:], uncached_greedy(model, tokens[None], 10)[0, len(tokens) :])
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 7, 30])
-@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
-def test_chunked_prefill_equals_whole_prefill(padded, chunk):
-    model = tiny_model()
+CHUNKS = [(padded, "default", chunk) for padded in (False, True) for chunk in (1, 4, 7, 30)]
+CHUNKS += [(True, switch, 7) for switch in SWITCHES if switch != "default"]
+
+
+@pytest.mark.parametrize(("padded", "switch", "chunk"), CHUNKS)
+def test_chunked_prefill_equals_whole_prefill(padded, switch, chunk):
+    model = tiny_model(**SWITCHES[switch])
     mask = padded_mask("left", (21, 30), 30) if padded else None
     ids = draw_ids(2, 30) if mask is None else draw_ids(2, 30) * mask
     with recorded_forwards(model) as shapes:
@@ -240,6 +245,15 @@ def test_A19_inputs_embeds_equal_input_ids():
         output = model(inputs_embeds=embed(longer[:, 25:]), **{CACHE_ARGUMENT: cache_of(result)})
     for row in range(2):
         assert_same_logits(output.logits[row], logits_alone(model, longer[row])[25:])
+
+
+@pytest.mark.parametrize("switch", ["default", "window_layers", "merged_own"])
+def test_A19_padded_inputs_embeds_equal_input_ids(switch):
+    model = tiny_model(**SWITCHES[switch])
+    mask = padded_mask("left", (10, 17), 17)
+    ids = draw_ids(2, 17) * mask
+    output = greedy(model, None, 9, inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask)
+    assert torch.equal(output, uncached_greedy(model, ids, 9, mask)[:, 17:])
 
 
 def test_A19_a_second_generate_from_states_and_a_kept_cache():
