@@ -2,6 +2,7 @@
 
 import json
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -137,6 +138,18 @@ def test_every_parameter_missing_in_a_file_is_initialised_E01(tmp_path, nan_fill
             assert 0.2 < parameter.std() < 0.4, name
 
 
+def test_an_automatic_map_never_splits_a_layer_E12():
+    model = tiny_model()
+    largest = max(sum(part.nbytes for part in layer.parameters()) for layer in model.model.layers)
+    split = set()
+    for room in range(1000, 2 * largest, largest // 20):
+        found = accelerate.infer_auto_device_map(
+            model, {"cpu": room, "disk": 10**9}, no_split_module_classes=model._no_split_modules
+        )
+        split |= {name for name in found if name.startswith("model.layers.") and name.count(".") > 2}
+    assert split == set()
+
+
 class TestClasses:
     def test_head_checkpoint_loads_as_base_model_E05(self, tmp_path):
         model = tiny_model(**SWITCHES["self_output"])
@@ -145,7 +158,7 @@ class TestClasses:
         assert list(info["missing_keys"]) == []
         assert torch.equal(base(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
 
-    def test_no_split_names_a_class_that_exists_E12_F08(self):
+    def test_no_split_names_a_class_that_exists_F08(self):
         names = {type(module).__name__ for module in tiny_model().modules()}
         assert HySparse2ForCausalLM._no_split_modules == ["HySparse2DecoderLayer"]
         assert "HySparse2DecoderLayer" in names
@@ -155,13 +168,11 @@ class TestClasses:
         assert order.index("PreTrainedModel") < order.index("GenerationMixin")
 
     def test_layers_behind_device_hooks_give_the_same_logits_B04(self):
-        from accelerate import dispatch_model
-
         model = tiny_model(**SWITCHES["two_bridges"])
         expected = model(IDS).logits
         places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
         places |= {f"model.layers.{layer}": "cpu" for layer in range(model.config.num_hidden_layers)}
-        dispatched = dispatch_model(model, places, main_device="cpu", force_hooks=True)
+        dispatched = accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
         assert torch.equal(dispatched(IDS).logits, expected)
         kept = torch.tensor([3, 20])
         torch.testing.assert_close(dispatched(IDS, logits_to_keep=kept).logits, expected[:, kept])
