@@ -1,4 +1,4 @@
-"""What it costs to make a layer sparse: each layer alone gives way to its window with a fitted sink.
+"""What it costs to make a layer sparse: each layer alone gives way to the window that it can be fitted to.
 
 One streaming pass carries the teacher's hidden states and, beside them, one copy per layer tried so far, which differs
 from the teacher's by that layer's replacement. At the end stand the logits. With p the teacher's distribution and d_i
@@ -17,12 +17,11 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from hysparse_hf.modeling.attention_hysparse import sliding_window_attention
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 from hysparse_hf.modeling.decoder_hysparse import HySparseDecoderLayer
 
-from .fit import Evidence, fit_layer
-from .layer_stream import AttentionInputs, LayerStream, ReadTarget, by_token
+from .fit import Evidence, evidence_of, fit_layer
+from .layer_stream import AttentionInputs, LayerStream, ReadTarget
 from .sinks import HeadSums
 
 
@@ -103,19 +102,9 @@ class DamagePass:
 
     def _replaced(self, project: nn.Linear, inputs: list[AttentionInputs]) -> list[torch.Tensor]:
         """Per window what the layer's attention gives as a fitted window, `(length, hidden)`."""
-        window = self.config.sliding_window
-        parts, sums = [], []
-        for part in inputs:
-            dense = part.dense()
-            local, lse = sliding_window_attention(part.query, part.key, part.value, window=window, return_lse=True)
-            output = by_token(local)
-            parts.append(
-                Evidence(part.states[0], output[:, None], lse[0].T[:, None], dense.flatten(1) @ project.weight.T)
-            )
-            sums.append(HeadSums.of(dense, output, lse[0], skip=window))
-        values = fit_layer(
-            Evidence.join(parts), HeadSums.join(sums), project.weight, gated=True, refit=self.refit
-        ).values
+        parts, sums = zip(*(evidence_of(part, project.weight, self.config) for part in inputs), strict=True)
+        evidence, weight = Evidence.join(parts), project.weight
+        values = fit_layer(evidence, HeadSums.join(sums), weight, gated=True, refit=self.refit).values
         bias = 0.0 if project.bias is None else project.bias
         return [values.gated(part) @ values.weight.T + bias for part in parts]
 

@@ -1,7 +1,6 @@
-"""Initial values of the sparse layers, from one streaming pass of teacher and student over calibration text.
+"""Initial values of the sparse layers, from one streaming pass of the dense teacher over calibration text.
 
-Layer by layer the dense teacher says what each attention should give, and the student, whose sparse layers have their
-values already, what it gets to work with. Per sparse layer, in this order:
+Layer by layer the teacher says what each attention gets and what it should give. Per sparse layer, in this order:
 
 1. sinks (`sinks`);
 2. the output projection is doubled, so that a gate of one half passes a branch as it is: there a sigmoid is live and
@@ -11,6 +10,7 @@ values already, what it gets to work with. Per sparse layer, in this order:
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -44,8 +44,9 @@ class Evidence:
 
     Args:
         inputs (`torch.Tensor`): `(positions, hidden)`, the layer's normalised input.
-        outputs (`torch.Tensor`): `(positions, 2, heads, head_dim)`, of the global and the local branch, without sinks.
-        lse (`torch.Tensor`): `(positions, 2, heads)`, of the branches.
+        outputs (`torch.Tensor`): `(positions, branches, heads, head_dim)`, of the global and the local branch, or of
+            the local one alone; without sinks.
+        lse (`torch.Tensor`): `(positions, branches, heads)`.
         target (`torch.Tensor`): `(positions, hidden)`, what the output projection should give, without its bias.
     """
 
@@ -55,7 +56,7 @@ class Evidence:
     target: torch.Tensor
 
     @staticmethod
-    def join(parts: "list[Evidence]") -> "Evidence":
+    def join(parts: "Sequence[Evidence]") -> "Evidence":
         """All positions of several windows."""
         names = [field.name for field in fields(Evidence)]
         return Evidence(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
@@ -66,10 +67,10 @@ class SparseValues:
     """Values of one sparse layer.
 
     Args:
-        sinks (`torch.Tensor`): `(2, heads)`, of the global and the local branch.
+        sinks (`torch.Tensor`): `(branches, heads)`, branches as in `Evidence`.
         weight (`torch.Tensor`): the output projection, `(hidden, heads * head_dim)`.
-        logits (`torch.Tensor`, *optional*): of the gates, `(2, heads, hidden + 1)`, the last column being the bias;
-            None for a layer without gates.
+        logits (`torch.Tensor`, *optional*): of the gates, `(branches, heads, hidden + 1)`, the last column being the
+            bias; None for a layer without gates.
     """
 
     sinks: torch.Tensor
@@ -77,7 +78,7 @@ class SparseValues:
     logits: torch.Tensor | None = None
 
     def branches(self, evidence: Evidence) -> torch.Tensor:
-        """The branches with their sinks, `(positions, 2, heads, head_dim)`."""
+        """The branches with their sinks, `(positions, branches, heads, head_dim)`."""
         return evidence.outputs * torch.sigmoid(evidence.lse - self.sinks)[..., None]
 
     def gated(self, evidence: Evidence) -> torch.Tensor:
@@ -99,6 +100,34 @@ class LayerFit:
 
     values: SparseValues
     figures: dict[str, float]
+
+
+def evidence_of(
+    inputs: AttentionInputs, weight: torch.Tensor, config: HySparseConfig, given: Given | None = None
+) -> tuple[Evidence, HeadSums]:
+    """What one window says about a layer.
+
+    Args:
+        inputs (`AttentionInputs`): of the layer's attention.
+        weight (`torch.Tensor`): the source's output projection.
+        config (`HySparseConfig`): gives window and block size.
+        given (`Given`, *optional*): from the full layer before it; without it the local branch is the only one.
+    """
+    dense = inputs.dense()
+    local, lse = sliding_window_attention(
+        inputs.query, inputs.key, inputs.value, window=config.sliding_window, return_lse=True
+    )
+    branches = [(local, lse)]
+    if given is not None:
+        shared = block_sparse_attention(inputs.query, *given, block_size=config.oracle_block_size, return_lse=True)
+        branches.insert(0, shared)
+    evidence = Evidence(
+        inputs.states[0],
+        torch.stack([by_token(output) for output, _ in branches], dim=1),
+        torch.stack([lse[0].T for _, lse in branches], dim=1),
+        dense.flatten(1) @ weight.T,
+    )
+    return evidence, HeadSums.of(dense, by_token(local), lse[0], skip=config.sliding_window)
 
 
 def fit_layer(evidence: Evidence, sums: HeadSums, weight: torch.Tensor, *, gated: bool, refit: bool) -> LayerFit:
@@ -207,19 +236,10 @@ class FittingPass:
         return inputs.key, inputs.value, indices
 
     def _fit(self, weight: torch.Tensor, inputs: list[AttentionInputs]) -> LayerFit:
-        parts, sums = [], []
-        for part, given in zip(inputs, self.given, strict=True):
-            dense = part.dense()
-            local, lse_local = sliding_window_attention(
-                part.query, part.key, part.value, window=self.config.sliding_window, return_lse=True
-            )
-            shared, lse_shared = block_sparse_attention(
-                part.query, *given, block_size=self.config.oracle_block_size, return_lse=True
-            )
-            outputs = torch.stack([by_token(shared), by_token(local)], dim=1)
-            lse = torch.stack([lse_shared[0].T, lse_local[0].T], dim=1)
-            parts.append(Evidence(part.states[0], outputs, lse, dense.flatten(1) @ weight.T))
-            sums.append(HeadSums.of(dense, by_token(local), lse_local[0], skip=self.config.sliding_window))
+        parts, sums = zip(
+            *(evidence_of(part, weight, self.config, given) for part, given in zip(inputs, self.given, strict=True)),
+            strict=True,
+        )
         gated = self.config.gate_granularity != "none"
         return fit_layer(Evidence.join(parts), HeadSums.join(sums), weight, gated=gated, refit=self.refit)
 

@@ -15,6 +15,7 @@ So it is set where it takes a tenth of the mass at the median position: the bran
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,7 @@ class HeadSums:
         return HeadSums((dense * local).sum(-1), local.square().sum(-1), dense.square().sum(-1), lse[:, skip:])
 
     @staticmethod
-    def join(parts: "list[HeadSums]") -> "HeadSums":
+    def join(parts: "Sequence[HeadSums]") -> "HeadSums":
         """All positions of several windows."""
         names = ("dot", "square", "target", "lse")
         return HeadSums(*(torch.cat([getattr(part, name) for part in parts], dim=1) for name in names))
