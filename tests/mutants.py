@@ -364,25 +364,25 @@ MUTANTS = {
         CACHE,
         "self.kept = sliding_window + slack",
         "self.kept = sliding_window + slack - 1",
-        ALGEBRA,
+        "tests/models/test_cache_bytes.py::test_used_bytes_equal_the_formula[default-38-plain]",
     ),
     "crop-of-the-first-layer-alone": Mutant(
         WHOLE_CACHE,
         "for layer, count in filled:\n            layer.crop(",
         "for layer, count in filled[:1]:\n            layer.crop(",
-        ALGEBRA,
+        f"{CACHE_TESTS}::test_crop_twice_before_the_next_token",
     ),
     "crop-refused-halfway": Mutant(
         WHOLE_CACHE,
         "for layer, count in filled:\n                layer.check_crop(",
         "for layer, count in filled[:1]:\n                layer.check_crop(",
-        ALGEBRA,
+        f"{CACHE_TESTS}::test_crop_past_the_slack_is_an_error_that_loses_nothing",
     ),
     "padding-written-into-the-ring": Mutant(
         CACHE,
         "source = _positions(start + new_counts, size)",
         "source = _positions(start + q_len, size)",
-        ALGEBRA,
+        f"{FIXED}::test_masks_of_the_new_tokens_alone",
     ),
     "hidden-token-of-a-step-not-counted": Mutant(
         WHOLE_CACHE,
@@ -394,7 +394,7 @@ MUTANTS = {
         CACHE,
         "return (key_states, value_states) if start is None else (self.keys, self.values)",
         "return self.keys, self.values",
-        ALGEBRA,
+        f"{FIXED}::test_A10_A11_around_the_window",
     ),
     "A28-fetches-the-following-layer": Mutant(
         WHOLE_CACHE,
