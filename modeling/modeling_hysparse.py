@@ -330,7 +330,7 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         return outputs, outputs.last_hidden_state[:, kept, :]
 
     def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs) -> dict:
-        """As the library's, with the cache under its older name: peft looks there, or adds its prompt at every step."""
+        """As the library's, with the cache under its older name: peft looks there, or adds its prompt at each step."""
         inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         if CACHE_ARGUMENT in inputs:
             inputs["past_key_values"] = inputs.pop(CACHE_ARGUMENT)
