@@ -382,13 +382,13 @@ MUTANTS = {
         CACHE,
         "source = _positions(start + new_counts, size)",
         "source = _positions(start + q_len, size)",
-        f"{FIXED}::test_masks_of_the_new_tokens_alone",
+        f"{CACHE_TESTS}::test_padding_longer_than_the_ring_leaves_a_short_rows_window",
     ),
     "hidden-token-of-a-step-not-counted": Mutant(
         WHOLE_CACHE,
         "written = layout.past_counts + layout.new_counts.clamp(min=1)",
         "written = layout.past_counts + layout.new_counts",
-        ALGEBRA,
+        f"{CACHE_TESTS}::test_a_hidden_token_of_a_single_step_takes_one_column_of_the_slack",
     ),
     "prompt-attends-to-all-the-room": Mutant(
         CACHE,
