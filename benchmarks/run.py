@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 
 import bench_block_sparse
+import bench_model
 import bench_oracle
 import bench_sparse_layer
 import bench_window
@@ -25,6 +26,7 @@ OPERATIONS = {
     "block_sparse": bench_block_sparse.measure,
     "sparse_layer": bench_sparse_layer.measure,
     "window": bench_window.measure,
+    "model": bench_model.measure,
 }
 
 
