@@ -205,6 +205,34 @@ def test_a_mask_that_shows_what_was_padding_is_an_error():
         model(draw_ids(3, 4), attention_mask=torch.ones(3, 44, dtype=torch.long), cache=cache)
 
 
+# Padding and the window
+
+
+@pytest.mark.parametrize("kind", ["left", "right"])
+@pytest.mark.parametrize("max_cache_len", [None, 80], ids=["growing", "fixed"])
+def test_padding_longer_than_the_ring_leaves_a_short_rows_window(max_cache_len, kind):
+    model = tiny_model(torch.float64)
+    mask = padded_mask(kind, (60, 15), 60)
+    ids = spread([draw_ids(1, length, seed=length)[0] for length in (60, 15)], mask)
+    cache = HySparseCache(model.config, max_cache_len=max_cache_len)
+    run_in_chunks(model, ids, [60], mask, cache=cache)
+    continues_right(model, ids, mask, cache)
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 80], ids=["growing", "fixed"])
+def test_a_hidden_token_of_a_single_step_takes_one_column_of_the_slack(max_cache_len):
+    model = tiny_model(torch.float64)
+    mask = torch.ones(2, 51, dtype=torch.long)
+    mask[0, 50] = 0
+    ids = draw_ids(2, 51) * mask
+    cache = HySparseCache(model.config, max_cache_len=max_cache_len)
+    run_in_chunks(model, ids, [50, 1], mask, cache=cache)
+    with pytest.raises(RuntimeError, match="at most 32 tokens"):
+        cache.crop(-(WINDOW_SLACK + 1))
+    cache.crop(-WINDOW_SLACK)
+    continues_right(model, ids[:, :19], mask[:, :19], cache)
+
+
 # Reorder, repeat, select, reset, copies
 
 
