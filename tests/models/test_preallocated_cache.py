@@ -1,5 +1,7 @@
 """`HySparseCache(config, max_cache_len=n)`: what a growing cache gives, in buffers that never move."""
 
+import copy
+
 import pytest
 import torch
 from models.tiny import (
@@ -435,13 +437,21 @@ def test_D09_every_switch_decodes_in_two_graphs(switch):
 
 @pytest.mark.gpu
 @padded_or_not
-def test_generate_compiles_by_itself_on_a_card(padded):
-    """The library compiles a step, with CUDA graphs, where the cache and the device allow it."""
-    model = tiny_model(head_dim=32, oracle_block_size=16, oracle_budget=32).cuda()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_generate_compiles_by_itself_on_a_card(dtype, padded):
+    """The library compiles a step, with CUDA graphs, where the cache and the device allow it.
+
+    Compiled code rounds elsewhere, so a token need not be the uncompiled one: it must be the best, up to rounding.
+    """
+    model = tiny_model(dtype, head_dim=32, oracle_block_size=16, oracle_budget=32).cuda()
     rows, mask = rows_and_mask(padded)
     ids, mask = spread(rows, mask).cuda(), mask.cuda()
-    output = greedy(model, ids, 40, attention_mask=mask, cache_implementation="static", disable_compile=True)
     torch._dynamo.reset()
-    compiled = greedy(model, ids, 40, attention_mask=mask, cache_implementation="static")
+    output = greedy(model, ids, 40, attention_mask=mask, cache_implementation="static")
     assert hasattr(model, "_compiled_call")
-    assert torch.equal(compiled, output)
+    whole = torch.cat([mask, mask.new_ones(2, 39)], dim=1)
+    with torch.no_grad():
+        own = model(output[:, :-1], attention_mask=whole, use_cache=False).logits[:, 40:].double()
+        exact = copy.deepcopy(model).double()(output[:, :-1], attention_mask=whole, use_cache=False).logits[:, 40:]
+    missed = exact.amax(-1) - exact.gather(-1, output[:, 41:, None])[..., 0]
+    assert missed.max() <= 2 * (own - exact).abs().max()
