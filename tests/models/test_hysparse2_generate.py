@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from models.test_preallocated_cache import compiled_generation
 from models.tiny import (
     CACHE_NAMES,
     assert_same_logits,
@@ -282,3 +283,15 @@ def test_A23_a_given_cache_is_extended_whatever_use_cache_says(name):
     assert cache.get_seq_length() == 20
     assert cache_of(output) is cache
     assert_same_logits(output.logits[0], logits_alone(model, ids[0])[12:])
+
+
+@pytest.mark.slow
+@over_models()
+def test_D09_every_switch_decodes_in_two_graphs(switch):
+    """One for the prompt and one for every step, whatever the length."""
+    model = tiny_model(**MODELS[switch])
+    mask = padded_mask("left", (9, 20, 13), 20)
+    ids = spread([draw_ids(1, length, seed=length)[0] for length in (9, 20, 13)], mask)
+    output, graphs = compiled_generation(model, "eager", ids, new_tokens=12, attention_mask=mask)
+    assert torch.equal(output, greedy(model, ids, 12, attention_mask=mask))
+    assert graphs == [0, 0]
