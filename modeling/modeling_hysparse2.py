@@ -8,7 +8,7 @@ import torch
 
 from .cache_hysparse import HySparseCache
 from .cache_pending_hysparse import PendingStates
-from .configuration_hysparse2 import SELF_OUTPUT, HySparse2Config
+from .configuration_hysparse2 import CROSS_LAYER_KINDS, SELF_OUTPUT, HySparse2Config
 from .decoder_hysparse2 import HySparse2Attention, HySparse2DecoderLayer
 from .layers_hysparse import HySparseRMSNorm, Rotation
 from .modeling_hysparse import (
@@ -34,6 +34,12 @@ class HySparse2PreTrainedModel(HySparsePreTrainedModel):
         "AutoModel": "modeling_hysparse2.HySparse2Model",
         "AutoModelForCausalLM": "modeling_hysparse2.HySparse2ForCausalLM",
     }
+
+    def needs_all_rows(self, asked: dict) -> bool:
+        """Whether `asked`, forward's keyword arguments, or the configuration name an output with a row per token."""
+        return any(
+            getattr(self.config, name, False) if asked.get(name) is None else asked[name] for name in WHOLE_OUTPUTS
+        )
 
 
 class HySparse2Model(HySparse2PreTrainedModel, HySparseModel):
@@ -86,7 +92,8 @@ class HySparse2Model(HySparse2PreTrainedModel, HySparseModel):
                 if cache is not None:
                     cache.count_processed("cross", *hidden_states.shape[:2])
                     if self.config.bridge_materialization == "lazy" and not hidden_states.shape[1]:
-                        cache.pending.append(PendingStates.of(bridge, layout, rotations))
+                        turned = {kind: rotations[kind] for kind in CROSS_LAYER_KINDS}
+                        cache.pending.append(PendingStates.of(bridge, layout, turned))
                         break
                     pending, cache.pending = cache.pending, []
             residual = hidden_states
@@ -113,12 +120,6 @@ class HySparse2Model(HySparse2PreTrainedModel, HySparseModel):
         if not leaves_early or len(layers) <= border:
             hidden_states, _ = _kept(hidden_states, layout, rotations, logits_to_keep)
         return hidden_states, selected, routed
-
-    def needs_all_rows(self, asked: dict) -> bool:
-        """Whether `asked`, forward's keyword arguments, or the configuration name an output with a row per token."""
-        return any(
-            getattr(self.config, name, False) if asked.get(name) is None else asked[name] for name in WHOLE_OUTPUTS
-        )
 
 
 def _kept(
@@ -152,7 +153,7 @@ class HySparse2ForCausalLM(HySparse2PreTrainedModel, HySparseForCausalLM):
     def _run_model(
         self, logits_to_keep: int | torch.Tensor, has_labels: bool, **kwargs
     ) -> tuple[HySparseModelOutputWithPast, torch.Tensor]:
-        if has_labels or self.model.needs_all_rows(kwargs):
+        if has_labels or self.needs_all_rows(kwargs):
             return super()._run_model(logits_to_keep, has_labels, **kwargs)
         outputs = self.model(logits_to_keep=logits_to_keep, **kwargs)
         return outputs, outputs.last_hidden_state

@@ -585,7 +585,7 @@ MUTANTS = {
     ),
     "B10-rows-left-out-although-asked-for": Mutant(
         MODEL2,
-        "if has_labels or self.model.needs_all_rows(kwargs):",
+        "if has_labels or self.needs_all_rows(kwargs):",
         "if False:",
         f"{EARLY_EXIT}::TestAllRowsRun::test_where_a_row_per_token_is_asked_for_B10",
     ),
