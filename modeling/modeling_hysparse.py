@@ -244,7 +244,7 @@ class HySparseModel(HySparsePreTrainedModel):
                 routed.append(router_logits)
         return hidden_states, selected, routed
 
-    def _used_layers(self) -> list[tuple[str, HySparseDecoderLayer]]:
+    def _used_layers(self) -> list[tuple[str, nn.Module]]:
         """Kinds and layers; self-speculation (`assistant_early_exit`) lowers their number for the time of a draft."""
         return list(zip(self.config.layer_plan, self.layers, strict=True))[: self.config.num_hidden_layers]
 
