@@ -15,17 +15,15 @@ from dataclasses import replace
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from .cache_columns_hysparse import fixed_zeros, refill
+from .cache_fixed_hysparse import FixedLayer, FixedWindowLayer
 from .cache_layers_hysparse import (
     WINDOW_SLACK,
-    FixedLayer,
-    FixedWindowLayer,
     GrowingLayer,
     NoKeysLayer,
     StoredLayer,
     WindowLayer,
     check_crop_count,
-    fixed_zeros,
-    refill,
     refuse_crop,
 )
 from .cache_pending_hysparse import PendingStates, without_last

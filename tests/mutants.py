@@ -22,6 +22,8 @@ MODEL = "modeling/modeling_hysparse.py"
 DECODER = "modeling/decoder_hysparse.py"
 CONFIG = "modeling/configuration_hysparse.py"
 CACHE = "modeling/cache_layers_hysparse.py"
+FIXED_CACHE = "modeling/cache_fixed_hysparse.py"
+CACHE_COLUMNS = "modeling/cache_columns_hysparse.py"
 INPUTS = "modeling/inputs_hysparse.py"
 WHOLE_CACHE = "modeling/cache_hysparse.py"
 MODEL2 = "modeling/modeling_hysparse2.py"
@@ -343,7 +345,7 @@ MUTANTS = {
     ),
     # The cache.
     "stale-rows-after-a-reorder-in-place": Mutant(
-        CACHE,
+        FIXED_CACHE,
         "refill(buffer, change(buffer)) for buffer",
         "(change(buffer), buffer)[1] for buffer",
         f"{FIXED}::test_static_beams_equal_growing_beams",
@@ -379,9 +381,9 @@ MUTANTS = {
         f"{CACHE_TESTS}::test_crop_past_the_slack_is_an_error_that_loses_nothing",
     ),
     "padding-written-into-the-ring": Mutant(
-        CACHE,
-        "source = _positions(start + new_counts, size)",
-        "source = _positions(start + q_len, size)",
+        CACHE_COLUMNS,
+        "source = ring_positions(start + new_counts, size)",
+        "source = ring_positions(start + q_len, size)",
         f"{CACHE_TESTS}::test_padding_longer_than_the_ring_leaves_a_short_rows_window",
     ),
     "hidden-token-of-a-step-not-counted": Mutant(
@@ -391,7 +393,7 @@ MUTANTS = {
         f"{CACHE_TESTS}::test_a_hidden_token_of_a_single_step_takes_one_column_of_the_slack",
     ),
     "prompt-attends-to-all-the-room": Mutant(
-        CACHE,
+        FIXED_CACHE,
         "return (key_states, value_states) if start is None else (self.keys, self.values)",
         "return self.keys, self.values",
         f"{FIXED}::test_A10_A11_around_the_window",
