@@ -319,10 +319,10 @@ MUTANTS = {
         "_no_split_modules = []",
         f"{DEVICES}::test_an_automatic_map_never_splits_a_layer_E12",
     ),
-    "layout-stays-on-its-device": Mutant(
-        DECODER,
-        "layout = layout.to(hidden_states.device)",
-        "layout = layout",
+    "part-of-the-layout-stays-on-its-device": Mutant(
+        ROWS,
+        'names = ("positions", "order", "place", ',
+        'names = ("positions", "order", ',
         f"{DEVICES}::TestDispatch::test_all_that_a_layer_reads_follows_it_B04",
     ),
     "norm-gradients-of-one-rank": Mutant(

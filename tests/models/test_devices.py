@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from models.tiny import SWITCHES, draw_ids, tiny_config, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hysparse_hf import HySparseForCausalLM
 
@@ -15,6 +16,16 @@ IDS = draw_ids(2, 36)
 MASK = torch.ones_like(IDS).index_fill(1, torch.arange(3), 0)
 OTHERS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
 SETTINGS = ("default", "window_layers", "wide_values")
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails at an operation on tensors of several devices; the meta device's own operations do not all look."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        assert len(devices) <= 1, f"{function} on {devices}"
+        return function(*args, **(kwargs or {}))
 
 
 def places(model, **moved):
@@ -69,12 +80,13 @@ class TestDispatch:
     @pytest.mark.parametrize("mask", [None, MASK], ids=["plain", "padded"])
     @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
     def test_all_that_a_layer_reads_follows_it_B04(self, switches, mask, use_cache):
-        # The meta device stands for a second card: an operation that mixed devices would raise.
+        # The meta device stands for a second card.
         model = tiny_model(**SWITCHES[switches])
         for module in (*model.model.layers[2:], model.model.norm, model.lm_head):
             hook = AlignDevicesHook(execution_device="meta", skip_keys=model._skip_keys_device_placement)
             add_hook_to_module(module.to("meta"), hook)
-        logits = model(IDS, attention_mask=mask, use_cache=use_cache).logits
+        with OneDevice():
+            logits = model(IDS, attention_mask=mask, use_cache=use_cache).logits
         assert logits.device.type == "meta"
         assert logits.shape == (2, 36, 61)
 
