@@ -68,7 +68,7 @@ def read_inputs(
 def check_cache(cache, n_layers: int) -> None:
     """Raise `TypeError` for a cache of another class, `ValueError` for one of another number of layers."""
     # By name: a checkpoint's own copy of the code has a cache class of its own.
-    if cache is not None and type(cache).__name__ != "HySparseCache":
+    if cache is not None and "HySparseCache" not in (known.__name__ for known in type(cache).__mro__):
         raise TypeError(
             f"`{CACHE_ARGUMENT}` must be a HySparseCache, got {type(cache).__name__}; pass "
             "`HySparseCache(model.config)`, or leave it out and use the one in the output."

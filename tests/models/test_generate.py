@@ -308,6 +308,15 @@ def test_A26_caches_of_another_class_are_refused(kind, name):
         model(draw_ids(1, 3), **{name: cache})
 
 
+def test_a_cache_class_derived_from_ours_is_ours():
+    class CountedCache(HySparseCache):
+        pass
+
+    model, ids = tiny_model(), draw_ids(1, 8)
+    output = greedy(model, ids, 4, **{CACHE_ARGUMENT: CountedCache(model.config)})
+    assert torch.equal(output, uncached_greedy(model, ids, 4))
+
+
 @pytest.mark.parametrize("kind", ["tuple", "dynamic"])
 def test_A26_generate_refuses_caches_of_another_class(kind):
     model = tiny_model()
