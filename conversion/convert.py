@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from .architectures import ARCHITECTURES
 from .calibration import calibration_for
 from .job import DTYPES, GRANULARITIES, INITS, Job, Options
 from .output import MAX_SHARD_BYTES, appearing_folder, check_target
@@ -22,8 +23,9 @@ def convert(
     source: str | Path,
     out: str | Path,
     *,
+    architecture: str = "hysparse",
     ratio: str = "1:3",
-    plan: str | Sequence[int] | None = None,
+    plan: str | Sequence[int] | Sequence[Sequence[int]] | None = None,
     max_sparse_run: int | None = None,
     keep_kv: bool = False,
     budget: int = 1024,
@@ -44,9 +46,13 @@ def convert(
     Args:
         source (`str` or `Path`): a checkpoint folder of a family in `families.FAMILIES`, or a `.gguf` file.
         out (`str` or `Path`): a new or empty folder.
+        architecture (`str`): `"hysparse"`, or `"hysparse2"` for the second generation, whose halves `half_plans` in
+            `halves` describes. There `gates` opens the sparse and the window layers', `block_size` says nothing, and
+            fitted are the window layers alone.
         ratio (`str`): `1:N`, one full layer to N sparse ones, as many full layers as the regular plan has.
         plan (`str` or `Sequence[int]`, *optional*): the full layers, `"regular"`, or `"auto"`: those whose attention
-            is missed most, measured on the calibration text. Default: auto, and regular with `init="naive"`.
+            is missed most, measured on the calibration text. Default: auto, and regular with `init="naive"`. For
+            the second generation the full layers of both halves, `"0,7/15,19"`, or `"regular"`, the default.
         max_sparse_run (`int`, *optional*): sparse layers in a row that auto may choose, at most; default N + 2.
         keep_kv (`bool`): the mode that needs no training: each sparse layer keeps its own keys and values in full
             length and reads the blocks that its full layer selected; no window, gates or sinks, nothing is fitted.
@@ -92,6 +98,7 @@ def convert(
         gates=gates,
         gate_granularity=gate_granularity,
         init=init,
+        architecture=architecture,
         dtype=str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype,
     )
     options.check()
@@ -112,9 +119,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", help="checkpoint folder (Llama, Mistral, Mixtral, Qwen2, Qwen3, their MoE), or a .gguf file"
     )
     parser.add_argument("out", help="new or empty folder")
+    parser.add_argument(
+        "--architecture",
+        default="hysparse",
+        choices=tuple(ARCHITECTURES),
+        help="first or second generation (default: %(default)s)",
+    )
     parser.add_argument("--ratio", default="1:3", help="1:N, N sparse layers to a full one (default: %(default)s)")
     parser.add_argument(
-        "--plan", help="full layers such as 0,3,8, regular, or auto: measured (the default; regular with --init naive)"
+        "--plan",
+        help="full layers such as 0,3,8, regular, or auto: measured (the default; regular with --init naive); of the "
+        "second generation those of both halves, 0,7/15,19, or regular (the default)",
     )
     parser.add_argument(
         "--max-sparse-run", type=int, metavar="LAYERS", help="sparse layers in a row in an auto plan (default: N + 2)"
@@ -171,6 +186,7 @@ def run(args: argparse.Namespace) -> int:
     record = convert(
         args.source,
         args.out,
+        architecture=args.architecture,
         ratio=args.ratio,
         plan=args.plan,
         max_sparse_run=args.max_sparse_run,

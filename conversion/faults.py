@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 from hysparse_hf.modeling.modeling_hysparse import HySparseForCausalLM
 
+from .architectures import model_class, read_config
 from .families import family_of
-from .key_map import KEY_MAPS, OPERATIONS, Entry, KeyMap, build_key_map, target_shapes
+from .key_map import KEY_MAPS, OPERATIONS, Entry, KeyMap, build_key_map, is_keyless, keyless_layers, target_shapes
 from .source import FolderSource, GgufSource, open_source
 
 
@@ -41,6 +42,7 @@ def checkpoint_map(source: Source, config: HySparseConfig) -> KeyMap:
         target_shapes(config, source.tensors),
         prefixes=family.prefixes,
         tied=config.tie_word_embeddings,
+        keyless=keyless_layers(config),
     )
 
 
@@ -55,7 +57,7 @@ def weight_faults(source: str | Path | Source, out: str | Path) -> list[str]:
     """
     source = source if isinstance(source, Source) else open_source(source)
     converted = FolderSource(Path(out))
-    key_map = checkpoint_map(source, HySparseConfig.from_pretrained(out))
+    key_map = checkpoint_map(source, read_config(out))
     return compare_tensors(source, converted, key_map, fitted_tensors(out))
 
 
@@ -116,7 +118,7 @@ def fitted_changes(source: Source, out: str | Path) -> dict[str, float]:
     """How far each fitted tensor is from its mapped value, relative to that: `|fitted - mapped| / |mapped|`."""
     converted, fitted = FolderSource(Path(out)), fitted_tensors(out)
     changes = {}
-    for entry in checkpoint_map(source, HySparseConfig.from_pretrained(out)).entries:
+    for entry in checkpoint_map(source, read_config(out)).entries:
         if entry.target in fitted:
             mapped = OPERATIONS[entry.operation].apply(source.tensor(entry.source)).float()
             changes[entry.target] = ((converted.tensor(entry.target).float() - mapped).norm() / mapped.norm()).item()
@@ -155,7 +157,7 @@ def _what_is_wrong(
         if _agrees(other, source.tensor(other.source), held):
             return f"holds the source's {other.source}"
     expected = tensor.to(held.dtype)
-    order = _head_order(expected, held, HySparseConfig.from_pretrained(converted.path))
+    order = _head_order(expected, held, read_config(converted.path))
     if order is not None:
         return f"holds the source's {entry.source} with its heads in the order {order}"
     if tensor.dim() == 3:
@@ -247,7 +249,7 @@ def dense_difference(source: str | Path | PreTrainedModel, out: str | Path, inpu
     Args:
         source (`str`, `Path` or `PreTrainedModel`): the dense checkpoint (folder or GGUF file) or its model.
         out (`str` or `Path`): the converted checkpoint. A fit does not matter: sinks and gates are off under the
-            switch, and the source's values stand in for fitted tensors.
+            switch, and the source's values stand in for fitted tensors, and for keys and values that were dropped.
         input_ids (`torch.Tensor`): `(batch, length)`.
     """
     model, dense = _dense_pair(source, out)
@@ -258,12 +260,18 @@ def dense_difference(source: str | Path | PreTrainedModel, out: str | Path, inpu
 def _dense_pair(source: str | Path | PreTrainedModel, out: str | Path) -> tuple[PreTrainedModel, HySparseForCausalLM]:
     """The source and the converted model under the `dense=True` switch, both in float32.
 
-    Fitted tensors have the source's values, under the source's own names: the fit changes output projections alone.
+    Fitted tensors, and those of layers without keys and values, have the source's values, under the source's own
+    names: they all belong to attention, which every family names alike.
     """
     if isinstance(source, PreTrainedModel) and source.dtype != torch.float32:
         raise ValueError(f"`source` must be a float32 model for this comparison, got {source.dtype}; load it so.")
     model: Any = source if isinstance(source, PreTrainedModel) else open_source(source).load_model(torch.float32)
-    dense: Any = HySparseForCausalLM.from_pretrained(out, dense=True, dtype=torch.float32).to(model.device)
-    mapped = model.state_dict()
-    dense.load_state_dict({key: mapped[key] for key in fitted_tensors(out)}, strict=False)
-    return model.eval(), dense.eval()
+    config, mapped = read_config(out), model.state_dict()
+    keyless = keyless_layers(config)
+    taken = {*fitted_tensors(out), *(key for key in mapped if is_keyless(key, keyless))}
+    converted = FolderSource(Path(out))
+    state = {key: tensor for shard in converted.shards for key, tensor in converted.tensors_of_shard(shard)}
+    state |= {key: mapped[key] for key in taken}
+    config.dense = True
+    dense = model_class(config).from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
+    return model.eval(), dense.to(model.device).eval()

@@ -146,8 +146,10 @@ def fit_layer(evidence: Evidence, sums: HeadSums, weight: torch.Tensor, *, gated
     sinks = torch.stack([*shared, sink_local])
     if gated:
         values = _fit_gates(evidence, SparseValues(sinks, HEADROOM * weight), figures)
-    else:
+    elif shared:
         values = _fit_shares(evidence, SparseValues(sinks, weight), figures)
+    else:
+        values = SparseValues(sinks, weight)
     if refit:
         refitted = ridge_towards(values.gated(evidence), evidence.target, values.weight)
         values = replace(values, weight=refitted)
@@ -183,8 +185,17 @@ def _fit_shares(evidence: Evidence, values: SparseValues, figures: dict[str, flo
     return values
 
 
+def fitted_layers(config: HySparseConfig) -> list[int]:
+    """Layers that are fitted: those that read less than everything, and have keys and values of their own."""
+    return [
+        index
+        for index, (kind, cached) in enumerate(zip(config.layer_plan, config.cache_plan, strict=True))
+        if kind != "full" and cached != "none"
+    ]
+
+
 class FittingPass:
-    """The dense teacher over all windows, one layer at a time; each sparse layer is fitted where it stands.
+    """The dense teacher over all windows, one layer at a time; each of `fitted_layers` is fitted where it stands.
 
     Fitting on the student's own activations instead, whose errors grow from layer to layer, came out no better on
     SmolLM2-135M-Instruct (KL on three texts .290 .158 .160 against .286 .153 .150), and worse where the target made
@@ -203,18 +214,21 @@ class FittingPass:
         self.states = self.stream.embed(windows)
         # Per window what the last full layer gives to the sparse ones after it: key, value, block indices.
         self.given: list[Given] = []
+        self.fitted = fitted_layers(config)
+        self.donors = {config.donor_plan[index] for index in self.fitted}
 
     @torch.no_grad()
     def run(self) -> dict[int, LayerFit]:
-        """Layer index -> fit, for every sparse layer."""
+        """Layer index -> fit, for all of `fitted_layers`."""
         fits = {}
         for index in logging.tqdm(range(self.config.num_hidden_layers), desc="fitting layers", unit="layer"):
             layer = self.stream.layer(index)
             inputs = [self.stream.attention_inputs(layer, hidden) for hidden in self.states]
-            if self.config.layer_plan[index] == "full":
+            if index in self.donors:
                 self.given = [self._given(part) for part in inputs]
-            else:
-                fits[index] = self._fit(layer.self_attn.o_proj.weight, inputs)
+            elif index in self.fitted:
+                given = self.given if self.config.layer_plan[index] == "sparse" else [None] * len(inputs)
+                fits[index] = self._fit(layer.self_attn.o_proj.weight, inputs, given)
             for number, part in enumerate(inputs):
                 attended = layer.self_attn.o_proj(part.dense().flatten(1))
                 self.states[number] = self.stream.after_attention(layer, self.states[number], attended)
@@ -235,9 +249,9 @@ class FittingPass:
         assert indices is not None
         return inputs.key, inputs.value, indices
 
-    def _fit(self, weight: torch.Tensor, inputs: list[AttentionInputs]) -> LayerFit:
+    def _fit(self, weight: torch.Tensor, inputs: list[AttentionInputs], given: Sequence[Given | None]) -> LayerFit:
         parts, sums = zip(
-            *(evidence_of(part, weight, self.config, given) for part, given in zip(inputs, self.given, strict=True)),
+            *(evidence_of(part, weight, self.config, shared) for part, shared in zip(inputs, given, strict=True)),
             strict=True,
         )
         gated = self.config.gate_granularity != "none"
@@ -251,7 +265,9 @@ def fitted_tensor(name: str, values: SparseValues, config: HySparseConfig) -> to
     """
     if name == "self_attn.o_proj.weight":
         return values.weight
-    branch = next((i for i, branch in enumerate(("global", "local")) if f"_{branch}" in name), None)
+    # A layer with a window alone has the local branch alone.
+    branches = ("global", "local")[-len(values.sinks) :]
+    branch = next((i for i, branch in enumerate(branches) if f"_{branch}" in name), None)
     if branch is None:
         return None
     if "sink" in name:

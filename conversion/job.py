@@ -1,6 +1,8 @@
 """One conversion from its options to a finished folder: all checks first, then the fit, then writing and verifying."""
 
+import copy
 import importlib.metadata
+import inspect
 import json
 import re
 import shutil
@@ -13,20 +15,17 @@ from transformers import GenerationConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
-from hysparse_hf.modeling import modeling_hysparse
-from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
-from hysparse_hf.modeling.modeling_hysparse import AUTO_MAP, HySparseForCausalLM
-
+from .architectures import ARCHITECTURES
 from .calibration import Calibration
 from .damage import Damage, DamagePass
 from .families import check_supported, dropped_fields, family_of, hysparse_fields
 from .faults import Source, checkpoint_map, compare_tensors, same_bits, sha256_of_tensor
-from .fit import FittingPass, LayerFit, fitted_tensor, naive_value
+from .fit import FittingPass, LayerFit, fitted_layers, fitted_tensor, naive_value
 from .key_map import MAP_VERSION, OPERATIONS, TIED_TARGETS, Entry, fused_experts, target_shapes
 from .ladder import INDEX_REUSE
 from .output import STORED_DTYPES, CheckpointWriter
 from .output_refit import TOKENS_PER_CHANNEL
-from .plan import check_run, layer_plan, measured_layer_plan, parse_ratio
+from .plan import check_run, measured_layer_plan, parse_ratio
 from .source import FolderSource, sha256_of
 
 
@@ -44,7 +43,7 @@ class Options:
     """What was asked for; see `convert`."""
 
     ratio: str
-    plan: str | list[int] | None
+    plan: str | list | None
     max_sparse_run: int | None
     keep_kv: bool
     budget: int
@@ -54,6 +53,7 @@ class Options:
     gate_granularity: Literal["elementwise", "headwise", "none"]
     init: str
     dtype: str | None
+    architecture: str = "hysparse"
 
     def check(self) -> None:
         """Raise `ValueError` for what the configuration itself does not check."""
@@ -74,7 +74,14 @@ class Options:
             )
         if self.init not in INITS:
             raise ValueError(f"`init` must be one of {INITS}, got {self.init!r}.")
-        if self.gate_granularity == "none" and self.init == "naive":
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(f"`architecture` must be one of {tuple(ARCHITECTURES)}, got {self.architecture!r}.")
+        if not ARCHITECTURES[self.architecture].can_measure and (self.plan == "auto" or self.keep_kv):
+            raise NotImplementedError(
+                f"`plan='auto'` and `keep_kv` are not there for `architecture={self.architecture!r}`, got "
+                f"{self.plan!r} and {self.keep_kv}; use 'regular' or the full layers of both halves."
+            )
+        if self.gate_granularity == "none" and self.init == "naive" and self.architecture == "hysparse":
             raise ValueError(
                 "`gate_granularity='none'` needs `init='fitted'`, got 'naive'; with neither gates nor a fit the two "
                 "branches of a converted layer would add up to twice its output."
@@ -99,13 +106,11 @@ class Job:
         fields = hysparse_fields(source_config, family)
         self.dropped_fields = dropped_fields(source.raw_config, fields)
         self.sparse_per_full = parse_ratio(options.ratio)
-        is_auto = options.plan == "auto" or (options.plan is None and options.init == "fitted")
+        self.model_class, plan_fields, can_measure = ARCHITECTURES[options.architecture]
+        is_auto = options.plan == "auto" or (options.plan is None and options.init == "fitted" and can_measure)
         # An automatic plan has as many full layers as the regular one, which stands in its place until measured.
-        plan = layer_plan(None if is_auto else options.plan, source_config.num_hidden_layers, self.sparse_per_full)
-        self.measures_plan = is_auto and "sparse" in plan
+        plan = None if is_auto else options.plan
         self.max_sparse_run = options.max_sparse_run or self.sparse_per_full + 2
-        if self.measures_plan:
-            check_run(len(plan), plan.count("full"), self.max_sparse_run)
         switches = INDEX_REUSE.switches if options.keep_kv else {"gate_granularity": options.gate_granularity}
         self.fields = {
             **fields,
@@ -113,9 +118,16 @@ class Job:
             "oracle_budget": options.budget,
             "oracle_block_size": options.block_size,
             "sliding_window": options.window,
-            "architectures": ["HySparseForCausalLM"],
+            "architectures": [self.model_class.__name__],
         }
-        self._set_plan(plan)
+        self._set_plan(plan_fields(plan, source_config.num_hidden_layers, self.sparse_per_full))
+        self.measures_plan = is_auto and "sparse" in self.config.layer_plan
+        if self.measures_plan:
+            check_run(len(self.config.layer_plan), self.config.layer_plan.count("full"), self.max_sparse_run)
+        # Of the dense switch, where every layer has keys and values: what a plan drops must be in the source too.
+        dense = copy.deepcopy(self.config)
+        dense.dense = True
+        self.dense_entry_of = {entry.target: entry for entry in checkpoint_map(self.source, dense).entries}
         self._check_dtypes()
         self._check_tied()
         self.damage: Damage | None = None
@@ -125,10 +137,10 @@ class Job:
         self.calibration: Calibration | None = None
         self.verification: dict[str, Any] = {}
 
-    def _set_plan(self, plan: list[str]) -> None:
+    def _set_plan(self, plan_fields: dict[str, list[str]]) -> None:
         """The configuration and the key map of a plan."""
-        self.config = HySparseConfig(**self.fields, layer_plan=plan)
-        self.config.auto_map = dict(AUTO_MAP)
+        self.config = self.model_class.config_class(**self.fields, **plan_fields)
+        self.config.auto_map = dict(self.model_class._auto_map)
         self.shapes = target_shapes(self.config, self.source.tensors)
         self.key_map = checkpoint_map(self.source, self.config)
         self.entry_of = {entry.target: entry for entry in self.key_map.entries if entry.target is not None}
@@ -136,8 +148,8 @@ class Job:
 
     @property
     def fits_something(self) -> bool:
-        """Whether there are sparse layers with values to fit."""
-        return self.options.init == "fitted" and not self.options.keep_kv and "sparse" in self.config.layer_plan
+        """Whether there are layers with values to fit."""
+        return self.options.init == "fitted" and not self.options.keep_kv and bool(fitted_layers(self.config))
 
     @property
     def tokens_needed(self) -> int:
@@ -169,7 +181,7 @@ class Job:
         return "\n".join(lines)
 
     def calibrate(self, calibration: Calibration) -> None:
-        """Measure the plan and fit the sparse layers, as far as the options ask for it."""
+        """Measure the plan and fit the layers that have less to read, as far as the options ask for it."""
         self.calibration = calibration
         needed = TOKENS_PER_CHANNEL * self.config.hidden_size
         refit = calibration.record["tokens"] >= needed
@@ -181,7 +193,7 @@ class Job:
         if self.measures_plan:
             self.damage = DamagePass(self.config, self.mapped, calibration.windows, refit=refit).run()
             full = self.config.layer_plan.count("full")
-            self._set_plan(measured_layer_plan(self.damage.matrix, full, self.max_sparse_run))
+            self._set_plan({"layer_plan": measured_layer_plan(self.damage.matrix, full, self.max_sparse_run)})
         if self.fits_something:
             self.fits = FittingPass(self.config, self.mapped, calibration.windows, refit=refit).run()
 
@@ -192,10 +204,10 @@ class Job:
         return fitted_tensor(layer[2], fit.values, self.config) if layer and fit else None
 
     def mapped(self, target: str) -> torch.Tensor:
-        """One target tensor from the source; fused experts also where each lies by itself."""
-        if target not in self.entry_of:
+        """One tensor of the dense switch from the source; fused experts also where each lies by itself."""
+        if target not in self.dense_entry_of:
             return fused_experts(target, self.config.num_experts, self.mapped)
-        entry = self.entry_of[target]
+        entry = self.dense_entry_of[target]
         return OPERATIONS[entry.operation].apply(self.source.tensor(entry.source))
 
     def write(self, folder: Path, max_shard_bytes: int) -> dict[str, Any]:
@@ -309,14 +321,14 @@ class Job:
         # Our model makes its own cache and refuses every other kind.
         generation.pop("cache_implementation", None)
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-        entry = modeling_hysparse.__file__
+        entry = inspect.getfile(self.model_class)
         for file in (entry, *get_relative_import_files(entry)):
             shutil.copyfile(file, folder / Path(file).name)
 
     def _verify(self, folder: Path) -> None:
         """Compare what lies on the disk with the source, and let the library load it, without its values."""
         faults = compare_tensors(self.source, FolderSource(folder), self.key_map, self.replaced)
-        loaded: Any = HySparseForCausalLM.from_pretrained(folder, device_map="meta", output_loading_info=True)
+        loaded: Any = self.model_class.from_pretrained(folder, device_map="meta", output_loading_info=True)
         report = loaded[1]
         faults += [f"{kind}: {sorted(map(str, keys))}" for kind, keys in report.items() if keys]
         if faults:

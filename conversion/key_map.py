@@ -5,14 +5,15 @@ is a new parameter with a named initial value; `source_tensor` is the inverse.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
-from hysparse_hf.modeling.modeling_hysparse import HySparseForCausalLM
+
+from .architectures import model_class
 
 
 # Raised whenever a table changes what a conversion writes.
@@ -96,6 +97,10 @@ MIXTURE_OF_EXPERTS = (
 
 KEY_MAPS = {"dense_decoder": DENSE_DECODER, "mixture_of_experts": MIXTURE_OF_EXPERTS}
 
+# What a layer without keys and values of its own has no place for.
+KEYS_AND_VALUES = re.compile(r"model\.layers\.(?P<layer>\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
+KEYLESS_REASON = "the layer reads the keys and values of the full layer before it"
+
 # Fused tensor of a layer's experts -> what each expert's part of it is made of, by rows.
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -149,6 +154,7 @@ def build_key_map(
     *,
     prefixes: tuple[str, ...] = ("model.",),
     tied: bool = False,
+    keyless: Collection[int] = (),
 ) -> KeyMap:
     """Assign every source key and account for every target key.
 
@@ -158,6 +164,7 @@ def build_key_map(
         targets (`Mapping`): target key -> shape; of tied keys only the one that is stored.
         prefixes (`tuple[str, ...]`): spellings of the prefix that the rules write as `model.`.
         tied (`bool`): the head shares the embedding; a head in the source is then redundant.
+        keyless (`Collection[int]`): layers whose own keys and values are dropped, as from `keyless_layers`.
     Raises:
         ValueError: a source key that no rule knows or that has no place in the target, a target key that stays
             empty, two sources for one target, or a shape that differs; all such keys are named.
@@ -175,6 +182,8 @@ def build_key_map(
             continue
         if tied and entry.target in TIED_TARGETS:
             entry = Entry(key, None, entry.operation, f"tied: equals {TIED_TARGETS[entry.target]}")
+        elif entry.target is not None and is_keyless(entry.target, keyless):
+            entry = Entry(key, None, entry.operation, KEYLESS_REASON)
         elif entry.target is not None:
             faults += _faults_of(entry, shape, targets, filled)
         entries.append(entry)
@@ -194,6 +203,17 @@ def build_key_map(
             + "\nUse a complete checkpoint, or correct config.json (biases, tied embeddings, number of layers)."
         )
     return KeyMap(tuple(entries), new)
+
+
+def keyless_layers(config: HySparseConfig) -> set[int]:
+    """Layers that have no keys and values of their own."""
+    return {index for index, cached in enumerate(config.cache_plan) if cached == "none"}
+
+
+def is_keyless(target: str, layers: Collection[int]) -> bool:
+    """Whether a target key makes keys or values of a layer among `layers`."""
+    match = KEYS_AND_VALUES.fullmatch(target)
+    return match is not None and int(match["layer"]) in layers
 
 
 def _prefix_of(sources: Iterable[str], prefixes: tuple[str, ...]) -> str:
@@ -249,7 +269,7 @@ def target_shapes(config: HySparseConfig, sources: Iterable[str] = ()) -> dict[s
         sources (`Iterable[str]`): keys of the source; where an expert lies by itself there, each does here.
     """
     with torch.device("meta"):
-        state = HySparseForCausalLM(config).state_dict()
+        state = model_class(config)(config).state_dict()
     tied = TIED_TARGETS if config.tie_word_embeddings else {}
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items() if key not in tied}
     if not any(re.search(r"\.experts\.\d+\.", key) for key in sources):

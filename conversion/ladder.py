@@ -23,6 +23,7 @@ import torch
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 from hysparse_hf.modeling.modeling_hysparse import HySparseForCausalLM
 
+from .architectures import model_class, read_config
 from .faults import Source, checkpoint_map
 from .key_map import OPERATIONS
 
@@ -73,7 +74,7 @@ def rungs_of(config: HySparseConfig) -> tuple[Rung, ...]:
 
 def rung_config(rung: Rung, config: HySparseConfig) -> HySparseConfig:
     """The configuration of a rung on the ladder to a checkpoint of `config`."""
-    return HySparseConfig(**{**config.to_dict(), **rung.switches})
+    return type(config)(**{**config.to_dict(), **rung.switches})
 
 
 def load_rung(rung: Rung, source: Source, out: str | Path, dtype: torch.dtype = torch.float32) -> HySparseForCausalLM:
@@ -85,9 +86,11 @@ def load_rung(rung: Rung, source: Source, out: str | Path, dtype: torch.dtype = 
         out (`str` or `Path`): the converted checkpoint, which gives the configuration and the fitted weights.
         dtype (`torch.dtype`): of the weights.
     """
+    config = read_config(out)
+    model = model_class(config)
     if rung.fitted:
-        return HySparseForCausalLM.from_pretrained(out, dtype=dtype, **rung.switches).eval()
-    config = rung_config(rung, HySparseConfig.from_pretrained(out))
+        return model.from_pretrained(out, dtype=dtype, **rung.switches).eval()
+    config = rung_config(rung, config)
     key_map = checkpoint_map(source, config)
     assert not key_map.new, f"a mapped rung has no new parameters, got {sorted(key_map.new)}"
     entries = {entry.source: entry for entry in key_map.entries}
@@ -97,4 +100,4 @@ def load_rung(rung: Rung, source: Source, out: str | Path, dtype: torch.dtype = 
         for key, tensor in source.tensors_of_shard(shard)
         if entries[key].target is not None
     }
-    return HySparseForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype).eval()
+    return model.from_pretrained(None, config=config, state_dict=state, dtype=dtype).eval()
