@@ -4,6 +4,7 @@ import torch
 
 
 def with_room(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A copy of states `(batch, kv_heads, length, dim)` with `capacity` columns."""
     # Zeros, not uninitialised memory: columns behind a shorter row are masked, but 0 * NaN is NaN.
     grown = states.new_zeros(*states.shape[:2], capacity, states.shape[3])
     grown[:, :, : states.shape[2]] = states
@@ -15,15 +16,22 @@ def is_frozen(buffer: torch.Tensor) -> bool:
     return buffer.is_inference() and not torch.is_inference_mode_enabled()
 
 
-def column_index(new: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    index = columns.to(new.device)[:, None] + torch.arange(new.shape[2], device=new.device)
-    return index[:, None, :, None].expand_as(new)
+def write_columns(buffer: torch.Tensor, new: torch.Tensor, start: torch.Tensor) -> None:
+    """Write tokens in place, of each row from its own column `start` `(rows,)` on, in the buffer's dtype."""
+    buffer.scatter_(2, _column_index(new, start), new.to(buffer.dtype))
 
 
-def appended(states: torch.Tensor, new: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
-    if columns is None:
+def appended(states: torch.Tensor, new: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
+    """States and `new`, which stands from each row's column `start` `(rows,)` on; by default behind them."""
+    new = new.to(states.dtype)
+    if start is None:
         return torch.cat([states, new], dim=2)
-    return torch.cat([states, torch.zeros_like(new)], dim=2).scatter(2, column_index(new, columns), new)
+    return torch.cat([states, torch.zeros_like(new)], dim=2).scatter(2, _column_index(new, start), new)
+
+
+def _column_index(new: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    index = start.to(new.device)[:, None] + torch.arange(new.shape[2], device=new.device)
+    return index[:, None, :, None].expand_as(new)
 
 
 def columns_of(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -61,7 +69,7 @@ def ring_write(
         buffer[:, :, : new.shape[2] - (until - begin)] = new[:, :, until - begin :]
     elif q_len == 1:
         # A hidden token takes a column too; `row_lost` of the cache counts it.
-        buffer.scatter_(2, column_index(new, start % size), new)
+        write_columns(buffer, new, start % size)
     else:
         source = ring_positions(start + new_counts, size) - start[:, None]
         taken = columns_of(new, source.clamp(min=0))
@@ -87,6 +95,7 @@ def refill(held: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
 
 
 def check_batch(stored: torch.Tensor, new: torch.Tensor) -> None:
+    """Raise `ValueError` where new states have other rows or KV heads than the stored ones."""
     if stored.shape[:2] != new.shape[:2]:
         raise ValueError(
             f"the cache holds (batch, kv_heads) = {tuple(stored.shape[:2])}, got new states of "

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from .cache_columns_hysparse import check_batch, column_index, fixed_zeros, refill
+from .cache_columns_hysparse import check_batch, fixed_zeros, refill, write_columns
 from .cache_layers_hysparse import States, StoredLayer, WindowLayer
 from .rows_hysparse import TokenLayout
 
@@ -66,7 +66,7 @@ class FixedLayer(_FixedMixin, StoredLayer):
             if start is None:
                 buffer[:, :, : new.shape[2]] = new
             else:
-                buffer.scatter_(2, column_index(new, start), new)
+                write_columns(buffer, new, start)
         # A long prompt must not attend to all the room behind it.
         return (key_states, value_states) if start is None else (self.keys, self.values)
 

@@ -13,13 +13,13 @@ from transformers.cache_utils import CacheLayerMixin
 from .cache_columns_hysparse import (
     appended,
     check_batch,
-    column_index,
     columns_of,
     is_frozen,
     ring_positions,
     ring_read,
     ring_write,
     with_room,
+    write_columns,
 )
 from .rows_hysparse import TokenLayout
 
@@ -135,7 +135,7 @@ class GrowingLayer(StoredLayer):
             if columns is None:
                 buffer[:, :, total - new.shape[2] : total] = new
             else:
-                buffer.scatter_(2, column_index(new, columns), new)
+                write_columns(buffer, new, columns)
         self._show(total)
         return self.keys, self.values
 

@@ -165,7 +165,7 @@ def last_tokens(
     embeddings end with the last slot. Arguments as in the model's forward, which has accepted them.
 
     Raises:
-        ValueError: packed documents, or several rows of which nothing says where they end.
+        ValueError: packed documents, several rows of which nothing says where they end, or one without a new token.
     """
     given = input_ids if inputs_embeds is None else inputs_embeds
     assert given is not None
@@ -181,6 +181,11 @@ def last_tokens(
     slots = torch.arange(q_len, device=given.device).expand(batch, q_len)
     if layout is not None and layout.visible is not None:
         slots = slots * layout.visible[:, -q_len:]
+        if layout.past and not torch.compiler.is_compiling() and not bool(layout.new_counts.all()):
+            raise ValueError(
+                "`attention_mask` must show a new token in every row that is classified behind a cache, got rows of "
+                "nothing but padding there; classify the other rows alone."
+            )
     elif config.pad_token_id is None and batch > 1:
         raise ValueError(
             f"several rows ({batch}) need `attention_mask` or `config.pad_token_id`, got neither: nothing says where "

@@ -73,6 +73,14 @@ class TestPooling:
             scores = model(IDS, attention_mask=torch.ones_like(IDS)).logits
         assert_same_logits(scores, torch.stack([scores_alone(model, row) for row in IDS]))
 
+    def test_a_row_without_a_new_token_behind_a_cache_is_an_error(self):
+        model = classifier()
+        mask = torch.ones(len(IDS), 40, dtype=torch.long)
+        first = model(IDS[:, :30], attention_mask=mask[:, :30], use_cache=True)
+        mask[0, 30:] = 0
+        with pytest.raises(ValueError, match="must show a new token in every row that is classified"):
+            model(IDS[:, 30:], attention_mask=mask, past_key_values=cache_of(first))
+
     def test_a_cached_prefix_is_read_on(self):
         model = classifier()
         mask = padded_mask("right", [40, 33, 38], 40)

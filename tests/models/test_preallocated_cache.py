@@ -19,6 +19,7 @@ from models.tiny import (
     uncached_greedy,
 )
 from torch._dynamo import lookup_backend
+from torch.nn.functional import cosine_similarity
 
 from hysparse_hf import measure_cache_bytes, predict_cache_bytes
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
@@ -50,6 +51,26 @@ def assert_continues(model, cache, ids, mask, new=(5, 1, 1, 9)):
     for row in range(len(ids)):
         tokens = torch.cat([ids[row], more[row]])[whole[row].bool()]
         assert_same_logits(logits[row], logits_alone(model, tokens)[-sum(new) :])
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 64], ids=["growing", "fixed"])
+@padded_or_not
+@torch.no_grad()
+def test_a_step_may_come_in_another_number_format(max_cache_len, padded):
+    """A prompt under autocast, then steps outside it, or the other way round: the cache keeps its first format."""
+    # Every block is read, so that rounding cannot change a selection.
+    model = tiny_model(oracle_budget=64)
+    ids, mask = rows_and_mask(padded)
+    ids = spread(ids, mask)
+    plain = model(ids, attention_mask=mask, use_cache=False).logits
+    for first in (True, False):
+        cache = HySparseCache(model.config, max_cache_len=max_cache_len)
+        pieces = []
+        for part, lowered in ((slice(0, 34), first), (slice(34, 35), not first), (slice(35, 41), not first)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+                pieces.append(model(ids[:, part], attention_mask=mask[:, : part.stop], cache=cache).logits.float())
+        logits = torch.cat(pieces, dim=1)[:, 34:]
+        assert cosine_similarity(logits, plain[:, 34:].float(), dim=-1).min() > 0.97
 
 
 # Right at every length
