@@ -58,6 +58,9 @@ TASKS = {
     "setup": Task(("dev", "gguf", "plots", "bench")),
 }
 
+# One process per core, each with whole files. Not required: a machine that can install nothing may lack pytest-xdist.
+PARALLEL_TESTS = ("-n", "logical", "--maxprocesses", "4", "--dist", "loadfile")
+
 
 def fail(message):
     """Stop with one readable line."""
@@ -309,7 +312,8 @@ def main(arguments):
     if name == "lint":
         status = lint(environment)
     elif TASKS[name].command:
-        command = [*TASKS[name].command, *rest]
+        has_xdist = name == "test" and environment.run("-c", "import xdist", capture_output=True).returncode == 0
+        command = [*TASKS[name].command, *(PARALLEL_TESTS if has_xdist else ()), *rest]
         print(f"$ python {shlex.join(command)}", flush=True)
         status = environment.run(*command).returncode
     else:

@@ -2,8 +2,13 @@
 
 import os
 
-import pytest
-import torch
+
+# The processes of a parallel run, and those that their tests start, share the cores; torch reads this when imported.
+if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402 - after the number of threads
+import torch  # noqa: E402
 
 
 HAS_CUDA = torch.cuda.is_available()
