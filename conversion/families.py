@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# HySparseConfig field = source field of the same name, for every family.
+# Field of either generation's configuration = source field of the same name, for every family.
 COMMON_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -136,7 +136,7 @@ def family_of(raw: dict[str, Any], where: str) -> tuple[str, Family]:
 
 
 def hysparse_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
-    """The fields of `HySparseConfig` that a source determines.
+    """The fields of `HySparseConfig`, and of the second generation's, that a source determines.
 
     Args:
         config (`PreTrainedConfig`): the source's, as transformers reads it: every spelling of the rotary settings is

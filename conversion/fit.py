@@ -1,6 +1,6 @@
-"""Initial values of the sparse layers, from one streaming pass of the dense teacher over calibration text.
+"""Initial values of sparse and window layers, from one streaming pass of the dense teacher over calibration text.
 
-Layer by layer the teacher says what each attention gets and what it should give. Per sparse layer, in this order:
+Layer by layer the teacher says what each attention gets and what it should give. Per layer, in this order:
 
 1. sinks (`sinks`);
 2. the output projection is doubled, so that a gate of one half passes a branch as it is: there a sigmoid is live and

@@ -139,7 +139,8 @@ class Job:
 
     def _set_plan(self, plan_fields: dict[str, list[str]]) -> None:
         """The configuration and the key map of a plan."""
-        self.config = self.model_class.config_class(**self.fields, **plan_fields)
+        fields: dict[str, Any] = {**self.fields, **plan_fields}
+        self.config = self.model_class.config_class(**fields)
         self.config.auto_map = dict(self.model_class._auto_map)
         self.shapes = target_shapes(self.config, self.source.tensors)
         self.key_map = checkpoint_map(self.source, self.config)
