@@ -12,6 +12,7 @@ Layer by layer the teacher says what each attention gets and what it should give
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -117,7 +118,7 @@ def evidence_of(
     local, lse = sliding_window_attention(
         inputs.query, inputs.key, inputs.value, window=config.sliding_window, return_lse=True
     )
-    branches = [(local, lse)]
+    branches: list[Any] = [(local, lse)]
     if given is not None:
         shared = block_sparse_attention(inputs.query, *given, block_size=config.oracle_block_size, return_lse=True)
         branches.insert(0, shared)

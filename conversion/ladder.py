@@ -10,7 +10,8 @@
 Rungs 0 and 1 have no gates and no sinks, and are rebuilt from the source, since the fit may have changed tensors that
 the map copied (the output projections). Rungs 2 and 3 are the checkpoint as it lies on the disk, rung 2 with one
 switch set. Each rung adds one thing to the one before it. The fit is made for rung 3, whose global gates are nearly
-closed; on rung 2 the layer's own keys and values pass the same gates, so it may lie further from the source than rung 3.
+closed; on rung 2 the layer's own keys and values pass the same gates, so it may lie further from the source than
+rung 3.
 
 A checkpoint may itself be a lower rung: one whose sparse layers keep their own keys and values has no rung 3, and
 without a window branch, sinks and gates it is rung 1.

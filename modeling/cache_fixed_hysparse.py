@@ -1,6 +1,7 @@
 """What a pre-allocated cache holds for one layer: buffers that keep their address and their shape."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ class _FixedMixin:
     """Buffers that are allocated once and keep their address; the cache counts the tokens, for all layers."""
 
     is_compileable = True
+    _buffers: Any
 
     def _allocate(self, columns: int, *states: torch.Tensor) -> None:
         self.device = states[0].device
@@ -80,7 +82,7 @@ class FixedLayer(_FixedMixin, StoredLayer):
 class FixedWindowLayer(_FixedMixin, WindowLayer):
     """A window layer whose ring keeps its address and its size; it records nothing beyond its slack."""
 
-    is_croppable = False  # type: ignore[assignment]
+    is_croppable = False
 
     def activate_past_recording(self) -> None:
         """Nothing to do: what a fixed ring can undo is its slack."""
@@ -89,7 +91,7 @@ class FixedWindowLayer(_FixedMixin, WindowLayer):
         self._allocate(self.kept, key_states, value_states)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, layout: TokenLayout, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, layout: TokenLayout | None = None, **kwargs
     ) -> States:
         _check_gradients(key_states, value_states)
         return super().update(key_states, value_states, layout=layout)

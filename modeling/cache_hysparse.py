@@ -11,6 +11,7 @@ that somebody kept shows new tokens.
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
@@ -44,6 +45,8 @@ class HySparseCache(DynamicCache):
         ValueError: a length that is not positive, or offloading of a cache that must not move.
     Source: HySparse (arXiv:2602.03560), section 3.3: sparse layers keep no full-length keys and values.
     """
+
+    layers: list[Any]
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class HySparseCache(DynamicCache):
         # Tokens in front of each row that the window layers have lost.
         self.row_lost: torch.Tensor | None = None
         # Slots cropped since the last forward. How many tokens of a padded row they were, the next mask says.
-        self.removed: torch.Tensor | int = 0
+        self.removed: Any = 0
         # Slots held, and whether there were any yet; only the latter is known on the host. Pre-allocated caches only.
         self.length: torch.Tensor | None = None
         self._is_empty = True
@@ -94,7 +97,7 @@ class HySparseCache(DynamicCache):
 
     # Counting.
 
-    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Slots held; of a pre-allocated cache a tensor, as the library's static cache gives."""
         if self.max_cache_len is None:
             return super().get_seq_length(layer_idx)
@@ -153,6 +156,8 @@ class HySparseCache(DynamicCache):
         if layout.past_counts is None or torch.compiler.is_compiling() or _is_capturing():
             return
         window = self._window()
+        counts: Any
+        lost: Any
         if self.row_counts is None:
             counts, lost = self.get_seq_length(), 0 if window is None else window.lost
         else:

@@ -35,6 +35,8 @@ States = tuple[torch.Tensor, torch.Tensor]
 class StoredLayer(CacheLayerMixin):
     """Base of the layers that hold keys and values: `keys` and `values` are the part of the buffers in use."""
 
+    device: torch.device
+
     def __init__(self):
         super().__init__()
         self._buffers: States | None = None

@@ -194,7 +194,7 @@ def gates_backward(
     """Gradients of both branches' outputs before the gates, and of both gates' logits."""
     batch, heads, q_len, v_dim = blocks_output.shape
     grads = torch.empty_like(blocks_output), torch.empty_like(blocks_output)
-    gates = tuple(new_output(gate, gate.shape[3]) for gate in (gate_global, gate_local))
+    gates = new_output(gate_global, gate_global.shape[3]), new_output(gate_local, gate_local.shape[3])
     with torch.cuda.device_of(grad_output):
         _gates_bwd_kernel[(triton.cdiv(q_len, 32), batch * heads)](
             grad_output,

@@ -436,9 +436,9 @@ def _backward(ctx, grad_output, *_):
     *states, gate_global, gate_local, sink_global, sink_local = _sparse_layer_backward(
         grad_output, *saved, ctx.block_size, ctx.window, ctx.scaling
     )
-    optional = (gate_global, gate_local, sink_global, sink_local)
+    grads = (gate_global, gate_local, sink_global, sink_local)
     given = saved[11:15]
-    optional = [grad if tensor is not None else None for grad, tensor in zip(optional, given, strict=True)]
+    optional = [grad if tensor is not None else None for grad, tensor in zip(grads, given, strict=True)]
     return *states[:3], None, *states[3:], *optional, *(None,) * 14
 
 
