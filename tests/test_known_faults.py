@@ -4,11 +4,13 @@ import ast
 import re
 from typing import NamedTuple
 
-import mutants
 import pytest
+from mutants import MUTANTS
+
+import import_rules
 
 
-TABLE = mutants.ROOT / "docs" / "known_faults.md"
+TABLE = import_rules.ROOT / "docs" / "known_faults.md"
 ROW = re.compile(r"^\| (?P<bold>\*\*)?(?P<id>[A-H]\d\d)(\*\*)? \| .+ \| .+ \| (?P<remark>[\w ]*) \|$", re.MULTILINE)
 ID = re.compile(r"(?<![A-Za-z0-9])[A-H]\d\d(?!\d)")
 
@@ -27,7 +29,7 @@ MOST_VALUABLE = [row.id for row in ROWS if row.is_most_valuable and row.remark !
 def tested():
     """Per generation the ids in the names of tests, or at the beginning of the ids of their parameters."""
     ids = {"first": set(), "second": set()}
-    for path in (mutants.ROOT / "tests").rglob("test_*.py"):
+    for path in (import_rules.ROOT / "tests").rglob("test_*.py"):
         found = ids["second" if "hysparse2" in path.name else "first"]
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
@@ -55,7 +57,7 @@ def test_every_id_in_a_tests_name_is_a_row(tested):
 
 @pytest.mark.parametrize("row", MOST_VALUABLE)
 def test_a_valuable_row_has_a_planted_fault_that_its_test_notices(row):
-    planted = {name: mutant for name, mutant in mutants.MUTANTS.items() if name.startswith(f"{row}-")}
+    planted = {name: mutant for name, mutant in MUTANTS.items() if name.startswith(f"{row}-")}
     assert planted, f"add a mutant whose name begins with {row}-"
     for mutant in planted.values():
         assert row in ID.findall(mutant.test.replace("_", " "))
