@@ -8,7 +8,9 @@ from .attention_hysparse import (
     block_sparse_attention,
     full_attention_with_oracle,
     merge_branches,
+    selection_layouts,
     sliding_window_attention,
+    sparse_layer_attention,
 )
 from .cache_hysparse import HySparseCache
 from .configuration_hysparse import HySparseConfig
@@ -28,9 +30,9 @@ class HySparseGate(nn.Linear):
 class HySparseAttention(nn.Module):
     """Attention of one layer; `layer_plan[layer_idx]` says which kind.
 
-    A full layer returns its keys, values and selected blocks beside its output. A sparse layer takes them and adds,
-    gated, a global branch over the selected blocks and a local branch over its own window. The tensors between the
-    two are compact (see `TokenLayout`): one column per content position.
+    A full layer returns its keys, values, selected blocks and what kernels read in their place beside its output. A
+    sparse layer takes them and adds, gated, a global branch over the selected blocks and a local branch over its own
+    window. The tensors between the two are compact (see `TokenLayout`): one column per content position.
     """
 
     def __init__(self, config: HySparseConfig, layer_idx: int):
@@ -72,6 +74,11 @@ class HySparseAttention(nn.Module):
         """Blocks selected per query and KV head."""
         return self.config.oracle_budget // self.config.oracle_block_size
 
+    @property
+    def adds_branches_at_once(self) -> bool:
+        """Whether both branches are one operation, where no attention map is wanted."""
+        return self.branches == ("global", "local")
+
     def _window_branch(self) -> str:
         """Which window a sparse layer has, in the words of `config.window_branch`."""
         return self.config.window_branch
@@ -94,6 +101,7 @@ class HySparseAttention(nn.Module):
         shared_key: torch.Tensor | None = None,
         shared_value: torch.Tensor | None = None,
         shared_indices: torch.Tensor | None = None,
+        shared_layouts: tuple | None = None,
         *,
         layout: TokenLayout,
         rotations: dict[str, Rotation],
@@ -102,7 +110,7 @@ class HySparseAttention(nn.Module):
         output_attentions: bool = False,
         output_selected_indices: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Returns `(output, weights, key, value, indices)`; the last three are None except where others read them.
+        """Returns `(output, weights, key, value, indices, layouts)`; the last four are None where nobody reads them.
 
         Shapes: hidden_states `(batch, q_len, hidden)`; shared_key `(batch, kv_heads, kv_len, head_dim)`;
         shared_indices int32 `(batch, kv_heads, q_len, n_selected)`; weights `(batch, heads, q_len, kv_len)`.
@@ -110,7 +118,7 @@ class HySparseAttention(nn.Module):
         """
         layout = layout.to(hidden_states.device)
         query = self._heads(self.q_proj, hidden_states, "q_norm")
-        indices = None
+        indices = layouts = None
         options = {"return_weights": output_attentions, "backend": self._backend()}
         own_query = layout.compact(rotate(query, rotations[self.kind]))
         if own_states is None and hasattr(self, "k_proj"):
@@ -123,18 +131,21 @@ class HySparseAttention(nn.Module):
             n_selected = self.n_selected if selects and self.kind == "full" else 0
             output, indices, weights = self._full(own, layout, n_selected, options)
             results = {"full": (output, weights)}
+            if self.is_read_by_others and indices is not None:
+                layouts = self._layouts(own, indices, layout)
         elif self.kind == "window":
             results = {"local": self._window_of_own(own, layout, options)}
         else:
             shared_query = own_query if self.turns_as_full else layout.compact(rotate(query, rotations["full"]))
             shared = (shared_query, shared_key, shared_value)
-            results = self._sparse(own, shared, shared_indices, layout, options)
+            selection = (shared_indices, shared_layouts)
+            results = self._sparse(own, shared, selection, hidden_states, layout, options)
 
         gated = [self._gate(branch, hidden_states, layout, *result) for branch, result in results.items()]
         output = self.o_proj(sum(part for part, _ in gated))
         weights = sum(part for _, part in gated) if output_attentions else None
         read = self.is_read_by_others
-        return output, weights, key if read else None, value if read else None, indices
+        return output, weights, key if read else None, value if read else None, indices, layouts
 
     def keys_and_values(
         self,
@@ -205,20 +216,49 @@ class HySparseAttention(nn.Module):
         output, weights = _with_weights(result)
         return output, None if weights is None else layout.window_in_history(weights)
 
-    def _sparse(self, own: States, shared: States, indices: torch.Tensor, layout: TokenLayout, options: dict) -> dict:
+    def _layouts(self, states: States, indices: torch.Tensor, layout: TokenLayout) -> tuple | None:
+        """What the kernels of all layers that read this selection share."""
+        return selection_layouts(
+            *states, indices, block_size=self.config.oracle_block_size, rows=layout.rows, backend=self._backend()
+        )
+
+    def _sparse(
+        self, own: States, shared: States, selection: tuple, hidden_states, layout: TokenLayout, options: dict
+    ) -> dict:
         """Branches of a sparse layer, each `(output, weights)`, from its own states and the full layer's."""
         branch = self.window_branch
         history = shared if self.config.share_full_kv else own
+        indices, layouts = selection
         if not self.config.share_oracle:
             detached = (history[0].detach(), history[1].detach(), history[2].detach())
             indices = self._full(detached, layout, self.n_selected, {**options, "return_weights": False})[1]
         sinks = {name: self._sink(name) for name in self.branches}
         if branch == "merged_own" and self.config.share_full_kv:
             return {"global": self._merged(own, history, indices, sinks["global"], layout, options)}
+        has_own_window = branch == "own" and self.config.share_full_kv
+        if self.adds_branches_at_once and not options["return_weights"]:
+            local = own if has_own_window else history
+            output = sparse_layer_attention(
+                *history,
+                indices,
+                *local,
+                block_size=self.config.oracle_block_size,
+                window=self.config.sliding_window,
+                gate_global=self._gate_logits("global", hidden_states, layout),
+                gate_local=self._gate_logits("local", hidden_states, layout),
+                sink_global=sinks["global"],
+                sink_local=sinks["local"],
+                scaling=self.scaling,
+                rows=layout.rows,
+                window_rows=layout.window_rows(local[1].shape[2]) if has_own_window else layout.rows,
+                layouts=layouts,
+                backend=options["backend"],
+            )
+            return {"both": (output, None)}
         merged = self.config.sliding_window if branch.startswith("merged") else 0
         result = self._global(history, indices, layout, options, sink=sinks["global"], window=merged)
         results = {"global": _with_weights(result)}
-        if branch == "own" and self.config.share_full_kv:
+        if has_own_window:
             results["local"] = self._window_of_own(own, layout, options)
         elif branch in ("own", "shared_kv"):
             results["local"] = _with_weights(self._local(history, layout.rows, options, sink=sinks["local"]))
@@ -236,19 +276,23 @@ class HySparseAttention(nn.Module):
         maps = [share[..., None] * part[2] for share, part in zip(shares, parts, strict=True)]
         return output, maps[0] + layout.window_in_history(maps[1])
 
-    def _gate(self, branch: str, hidden_states: torch.Tensor, layout: TokenLayout, output, weights):
-        """Bring a branch back into slot order, `(batch, q_len, heads * v_head_dim)`, times its gate."""
-        output = layout.restore(output).transpose(1, 2)
+    def _gate_logits(self, branch: str, hidden_states: torch.Tensor, layout: TokenLayout) -> torch.Tensor | None:
+        """Logits of a branch's gate in compact order, `(batch, heads, q_len, v_head_dim or 1)`, or None without."""
         projection = getattr(self, f"gate_{branch}_proj", None)
-        gate = None
-        if projection is not None and not self.config.dense:
-            gate = torch.sigmoid(projection(hidden_states)).unflatten(-1, (output.shape[-2], -1))
+        if projection is None or self.config.dense:
+            return None
+        width = self.v_head_dim if self.config.gate_granularity == "elementwise" else 1
+        return layout.compact(projection(hidden_states).unflatten(-1, (-1, width)).transpose(1, 2))
+
+    def _gate(self, branch: str, hidden_states: torch.Tensor, layout: TokenLayout, output, weights):
+        """A branch times its gate, back in slot order, `(batch, q_len, heads * v_head_dim)`."""
+        logits = self._gate_logits(branch, hidden_states, layout)
+        if logits is not None:
+            gate = torch.sigmoid(logits)
             output = output * gate
-        if weights is not None:
-            weights = layout.restore_weights(weights)
-            if gate is not None:
-                weights = weights * gate.mean(-1).transpose(1, 2)[..., None]
-        return output.flatten(-2), weights
+            weights = None if weights is None else weights * gate.mean(-1, keepdim=True)
+        output = layout.restore(output).transpose(1, 2).flatten(-2)
+        return output, None if weights is None else layout.restore_weights(weights)
 
 
 def _with_weights(result):

@@ -39,6 +39,10 @@ class HySparse2Attention(HySparseAttention):
         """Tokens that every sparse query reads beside its selection, in the same softmax."""
         return self.config.sliding_window if self.config.recent_window == "forced" else 0
 
+    @property
+    def adds_branches_at_once(self) -> bool:
+        return self.config.selection == "block" and super().adds_branches_at_once
+
     def _window_branch(self) -> str:
         return "merged_shared" if self.config.recent_window == "forced" else super()._window_branch()
 
@@ -48,6 +52,7 @@ class HySparse2Attention(HySparseAttention):
         shared_key: torch.Tensor | None = None,
         shared_value: torch.Tensor | None = None,
         shared_indices: torch.Tensor | None = None,
+        shared_layouts: tuple | None = None,
         bridged_states: torch.Tensor | None = None,
         *,
         key_layout: TokenLayout,
@@ -56,7 +61,7 @@ class HySparse2Attention(HySparseAttention):
         cache: HySparseCache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor | None, ...]:
-        """As the first generation's, which returns five; the sixth is what others project keys and values from.
+        """As the first generation's, which returns six; the seventh is what others project keys and values from.
 
         Args:
             bridged_states (`torch.Tensor`, *optional*): `(batch, new, hidden)`, all new tokens in slot order, from
@@ -69,7 +74,14 @@ class HySparse2Attention(HySparseAttention):
         if bridged_states is not None:
             own_states = self.bridged_keys_and_values(bridged_states, key_layout, key_rotations, pending, cache)
         results = super().forward(
-            hidden_states, shared_key, shared_value, shared_indices, cache=cache, own_states=own_states, **kwargs
+            hidden_states,
+            shared_key,
+            shared_value,
+            shared_indices,
+            shared_layouts,
+            cache=cache,
+            own_states=own_states,
+            **kwargs,
         )
         return *results, hidden_states if self.offers_states else None
 
@@ -102,6 +114,9 @@ class HySparse2Attention(HySparseAttention):
         )
         return output, indices, weights[0] if weights else None
 
+    def _layouts(self, states: States, indices: torch.Tensor, layout: TokenLayout) -> tuple | None:
+        return super()._layouts(states, indices, layout) if self.config.selection == "block" else None
+
     def _global(self, states: States, indices: torch.Tensor, layout: TokenLayout, options: dict, **asked):
         if self.config.selection == "block":
             return super()._global(states, indices, layout, options, **asked)
@@ -126,7 +141,8 @@ class HySparse2DecoderLayer(HySparseDecoderLayer):
         """As the first generation's; before the router's logits stands what others project keys and values from."""
         if hidden_states.shape[1]:
             return super().forward(hidden_states, *shared, **kwargs)
-        if shared[3] is not None:
+        *_, bridged_states = shared
+        if bridged_states is not None:
             names = ("key_layout", "key_rotations", "pending", "cache")
-            self.self_attn.bridged_keys_and_values(shared[3], *(kwargs[name] for name in names))
-        return hidden_states, None, None, None, None, None
+            self.self_attn.bridged_keys_and_values(bridged_states, *(kwargs[name] for name in names))
+        return hidden_states, *(None,) * 6

@@ -224,7 +224,7 @@ class HySparseModel(HySparsePreTrainedModel):
         **kwargs,
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Hidden states behind the last layer, each full layer's selection if asked for, and the routers' logits."""
-        shared: tuple[torch.Tensor | None, ...] = (None, None, None)
+        shared: tuple = (None, None, None, None)
         selected, routed = [], []
         for kind, layer in self._used_layers():
             hidden_states, *given, router_logits = layer(

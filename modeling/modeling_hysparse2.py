@@ -77,7 +77,7 @@ class HySparse2Model(HySparse2PreTrainedModel, HySparseModel):
         plan = self.config.bridge_plan
         queries = {"layout": layout, "rotations": rotations}
         bridge: dict[int | str, torch.Tensor] = {}
-        shared: tuple[torch.Tensor | None, ...] = (None, None, None)
+        shared: tuple = (None, None, None, None)
         selected, routed = [], []
         pending: list[PendingStates] = []
         layers = self._used_layers()

@@ -17,15 +17,19 @@ from hysparse_hf.modeling import (  # noqa: E402
     triton_full_attention,
     triton_selection_layouts,
     triton_sliding_window,
+    triton_sparse_layer,
 )
 
 
 # Per operation the module and the kernel of its forward pass.
 KERNELS = {
     "full_attention_with_oracle": (triton_full_attention, "_full_attention_fwd_kernel"),
+    "sparse_layer_attention": (triton_sparse_layer, "_sparse_layer_fwd_kernel"),
     "block_sparse_attention": (triton_block_sparse, "_block_sparse_fwd_kernel"),
     "sliding_window_attention": (triton_sliding_window, "_sliding_window_fwd_kernel"),
 }
+# Operations that only some configurations run.
+SWITCHES = dict.fromkeys(("block_sparse_attention", "sliding_window_attention"), {"window_branch": "merged_own"})
 ROW = draw_ids(1, 20).to(DEVICE)
 
 
@@ -42,7 +46,7 @@ class FailingKernel:
 
 
 @pytest.fixture
-def model(monkeypatch):
+def model(monkeypatch, request):
     """A model whose layers take the kernels, as they do on a card: blocks of 16 are the smallest that these know."""
     monkeypatch.delenv("HYSPARSE_BACKEND", raising=False)
     monkeypatch.setattr(attention_hysparse, "_FAILED", set())
@@ -52,7 +56,8 @@ def model(monkeypatch):
         "resolve_backend",
         lambda backend, device: "triton" if requested(backend) == "auto" else requested(backend),
     )
-    model = tiny_model(layer_plan=["full", "sparse"], oracle_block_size=16, oracle_budget=32)
+    switches = SWITCHES.get(request.param, {}) if hasattr(request, "param") else {}
+    model = tiny_model(layer_plan=["full", "sparse"], oracle_block_size=16, oracle_budget=32, **switches)
     return model.requires_grad_(False).to(DEVICE)
 
 
@@ -63,7 +68,7 @@ def reference_logits(model):
     return logits
 
 
-@pytest.mark.parametrize("operation", KERNELS)
+@pytest.mark.parametrize(("operation", "model"), [(name, name) for name in KERNELS], indirect=["model"])
 def test_a_kernel_that_fails_gives_way_to_the_reference_with_one_warning_D07(model, operation, monkeypatch, caplog):
     kernel = FailingKernel(RuntimeError("PassManager::run failed"))
     monkeypatch.setattr(*KERNELS[operation], kernel)
@@ -104,7 +109,7 @@ def test_attention_implementations_of_others_are_refused(implementation):
 
 def test_running_out_of_memory_is_no_reason_for_the_reference_D07(model, monkeypatch):
     monkeypatch.setattr(
-        *KERNELS["sliding_window_attention"], FailingKernel(torch.OutOfMemoryError("CUDA out of memory"))
+        *KERNELS["sparse_layer_attention"], FailingKernel(torch.OutOfMemoryError("CUDA out of memory"))
     )
     with pytest.raises(torch.OutOfMemoryError):
         model(ROW)

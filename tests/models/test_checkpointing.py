@@ -149,6 +149,6 @@ class TestCheckpointing:
             layer.register_forward_pre_hook(record, with_kwargs=True)
         model(ROW, labels=ROW, use_cache=False)
         sparse = [args for args, kind in zip(seen, model.config.layer_plan, strict=True) if kind == "sparse"]
-        assert [len(args) for args in sparse] == [4] * 4
+        assert [len(args) for args in sparse] == [5] * 4
         assert all(args[1].requires_grad and args[2].requires_grad for args in sparse)
         assert all(args[3].dtype == torch.int32 for args in sparse)

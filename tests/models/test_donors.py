@@ -51,7 +51,7 @@ def test_B08_sparse_layers_receive_the_preceding_full_layers_tensors():
     model = tiny_model()
     given, received = {}, {}
     for number, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(lambda _, args, output, n=number: given.update({n: output[1:4]}))
+        layer.register_forward_hook(lambda _, args, output, n=number: given.update({n: output[1:5]}))
         layer.self_attn.register_forward_pre_hook(lambda _, args, n=number: received.update({n: args[1:]}))
     output = model(draw_ids(1, 64), output_selected_indices=True)
     for number, donor in enumerate(model.config.donor_plan):

@@ -65,10 +65,10 @@ class TestSharing:
     def test_sparse_layer_receives_the_preceding_full_layers_tensors_B12(self, layer, donor):
         model = tiny_model()
         given, received = {}, {}
-        model.model.layers[donor].register_forward_hook(lambda module, args, output: given.update(parts=output[1:4]))
+        model.model.layers[donor].register_forward_hook(lambda module, args, output: given.update(parts=output[1:5]))
         model.model.layers[layer].register_forward_pre_hook(lambda module, args: received.update(parts=args[1:]))
         model(ROW, use_cache=False)
-        assert len(received["parts"]) == 3
+        assert len(received["parts"]) == 4
         assert all(one is other for one, other in zip(given["parts"], received["parts"], strict=True))
 
     def test_blocks_are_the_best_by_the_layers_own_map_B09(self):

@@ -89,7 +89,7 @@ class TestSharing:
         for number, layer in enumerate(model.model.layers):
             layer.input_layernorm.register_forward_hook(lambda _, args, out, n=number: normed.update({n: out}))
             layer.register_forward_pre_hook(lambda _, args, n=number: inputs.update({n: args[0]}))
-            layer.register_forward_pre_hook(lambda _, args, n=number: received.update({n: args[4]}))
+            layer.register_forward_pre_hook(lambda _, args, n=number: received.update({n: args[5]}))
         if source == "self_output":
             model.model.bridge_norm.register_forward_hook(lambda _, args, out: normed.update({source: out}))
         model(ROW, use_cache=False)
@@ -100,8 +100,8 @@ class TestSharing:
         model = tiny_model(**SWITCHES["two_bridges"])
         given, received = {}, {}
         for number, layer in enumerate(model.model.layers):
-            layer.register_forward_hook(lambda _, args, output, n=number: given.update({n: output[1:4]}))
-            layer.register_forward_pre_hook(lambda _, args, n=number: received.update({n: args[1:4]}))
+            layer.register_forward_hook(lambda _, args, output, n=number: given.update({n: output[1:5]}))
+            layer.register_forward_pre_hook(lambda _, args, n=number: received.update({n: args[1:5]}))
         output = model(ROW, output_selected_indices=True)
         for number, donor in enumerate(model.config.donor_plan):
             if donor is not None:

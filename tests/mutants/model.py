@@ -81,13 +81,13 @@ MUTANTS = {
     "shared-tensors-by-keyword": Mutant(
         MODEL,
         "                *shared,\n",
-        "                **dict(zip(('shared_key', 'shared_value', 'shared_indices'), shared, strict=True)),\n",
+        "                **dict(zip((f'shared_{part}' for part in ('key', 'value', 'indices', 'layouts')), shared, strict=True)),\n",
         f"{CHECKPOINTING}::TestCheckpointing::test_tensors_with_gradients_are_positional",
     ),
     "maps-without-gates": Mutant(
         DECODER,
-        "            if gate is not None:\n                weights = ",
-        "            if False:\n                weights = ",
+        "weights * gate.mean(-1, keepdim=True)",
+        "weights",
         f"{FORWARD}::TestAgainstLoops::test_selected_indices_and_maps",
     ),
     "item-count-ignored": Mutant(
