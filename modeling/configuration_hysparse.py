@@ -17,11 +17,13 @@ if not (5, 17) <= tuple(int(part) for part in transformers.__version__.split("."
     )
 
 from huggingface_hub.dataclasses import strict  # noqa: E402 - after the check
+from transformers.activations import ACT2FN  # noqa: E402
 from transformers.configuration_utils import PreTrainedConfig  # noqa: E402
 
 
 LAYER_KINDS = ("full", "sparse", "window")
 CHOICES = {
+    "hidden_act": tuple(sorted(ACT2FN)),
     "oracle_block_reduction": ("max", "sum"),
     "oracle_head_reduction": ("max", "mean"),
     "gate_granularity": ("elementwise", "headwise", "none"),

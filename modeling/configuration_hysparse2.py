@@ -4,7 +4,7 @@ Keep this file free of registrations: a checkpoint folder loads it as a separate
 """
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 from huggingface_hub.dataclasses import strict
 
@@ -143,6 +143,18 @@ class HySparse2Config(HySparseConfig):
         if one is None:
             one = full[-1] if full else SELF_OUTPUT
         return [one] * self.cross_layer_plan.count("full")
+
+    @classmethod
+    def paper_7b(cls, **changes: Any) -> NoReturn:
+        """The first generation's: this paper has no such model.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "`paper_7b` is a model of the first generation, and the second's paper has none of that size; use "
+            "`HySparseConfig.paper_7b()`, or `HySparse2Config.paper_80b_a3b()`."
+        )
 
     @classmethod
     def paper_80b_a3b(cls, **changes: Any) -> "HySparse2Config":

@@ -47,6 +47,12 @@ def read_inputs(
     layout = _masked_layout(states, attention_mask, cu_seqlens, cache)
     documents = packed_rows(position_ids, cu_seqlens, q_len, layout)
     if cache is not None and documents is not None and _restarts(documents, while_tracing=False):
+        if layout is not None and _hides_amid(layout.visible, q_len):
+            raise ValueError(
+                "`position_ids` restart behind tokens that `attention_mask` hides, got that with a "
+                f"`{CACHE_ARGUMENT}`: assisted decoding and prompt lookup of transformers count anew behind a prompt "
+                "padded on the right; pad it on the left."
+            )
         raise ValueError(
             f"packed documents (restarting `position_ids` or `cu_seq_lens_q`) cannot be added to a "
             f"`{CACHE_ARGUMENT}`; leave it out, or give each document a row of its own."
@@ -199,6 +205,14 @@ def last_tokens(
 def _restarts(rows: Rows, while_tracing: bool) -> bool:
     """Whether there is more than one document. Reads the data, or answers `while_tracing` when it cannot."""
     return while_tracing if torch.compiler.is_compiling() else bool(rows.first_key.any())
+
+
+def _hides_amid(visible: torch.Tensor | None, q_len: int) -> bool:
+    """Whether a new token is hidden behind a visible one. Reads the data."""
+    if visible is None:
+        return False
+    new = visible[:, -q_len:]
+    return bool((new[:, :-1] & ~new[:, 1:]).any())
 
 
 def _visibility(attention_mask: torch.Tensor) -> torch.Tensor:

@@ -164,7 +164,9 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"got 1000; use 960 or 1024"):
             HySparseConfig(**small(oracle_block_size=64, oracle_budget=1000))
 
-    @pytest.mark.parametrize("field", ["oracle_block_reduction", "oracle_head_reduction", "gate_granularity"])
+    @pytest.mark.parametrize(
+        "field", ["hidden_act", "oracle_block_reduction", "oracle_head_reduction", "gate_granularity"]
+    )
     def test_unknown_choice_is_refused(self, field):
         with pytest.raises(ValueError, match=f"`{field}` must be one of"):
             HySparseConfig(**small(**{field: "median"}))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models.generations import both_generations
 from models.tiny import (
     CACHE_NAMES,
     SWITCHES,
@@ -151,6 +152,17 @@ def test_chunked_prefill_equals_whole_prefill(padded, switch, chunk):
         output = greedy(model, ids, 8, attention_mask=mask, prefill_chunk_size=chunk)
     assert shapes[0] == (2, chunk)
     assert torch.equal(output, uncached_greedy(model, ids, 8, mask))
+
+
+@pytest.mark.parametrize("kind", ["assistant", "lookup"])
+@both_generations
+def test_drafts_behind_a_prompt_padded_on_the_right_are_refused_A03(generation, kind):
+    model = generation.tiny_model()
+    mask = padded_mask("right", (17,), 20)
+    drafting = {"assistant_model": generation.tiny_model(seed=7)} if kind == "assistant" else {}
+    ids = draw_ids(1, 5).repeat(1, 4) * mask
+    with pytest.raises(ValueError, match="pad it on the left"):
+        greedy(model, ids, 8, attention_mask=mask, **(drafting or {"prompt_lookup_num_tokens": 3}))
 
 
 # Several turns

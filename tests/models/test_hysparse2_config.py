@@ -132,6 +132,10 @@ class TestPaper:
         embeddings = sizes["model.embed_tokens.weight"] + sizes["lm_head.weight"]
         assert round((sum(sizes.values()) - experts * 504 // 512 - embeddings) / 1e9, 2) == 6.05
 
+    def test_has_no_model_of_7_billion(self):
+        with pytest.raises(NotImplementedError, match=r"use `HySparseConfig.paper_7b\(\)`"):
+            HySparse2Config.paper_7b()
+
     def test_fields_may_be_changed(self):
         assert HySparse2Config.paper_80b_a3b(sliding_window=64).sliding_window == 64
 
@@ -182,6 +186,7 @@ ERRORS = {
     "bridge from the cross-decoder": ({"bridge_map": 3}, r"`bridge_map` entries must be full layers"),
     "bridge count": ({"bridge_map": [1, 1]}, r"one entry per full layer of the cross-decoder \(1\), got 2"),
     "bridge source": ({"bridge_source": "raw"}, "`bridge_source` must be one of"),
+    "activation": ({"hidden_act": "sliu"}, "`hidden_act` must be one of"),
     "materialization": ({"bridge_materialization": "never"}, "`bridge_materialization` must be one of"),
     "selection": ({"selection": "page"}, "`selection` must be one of"),
     "recent window": ({"recent_window": "none"}, "`recent_window` must be one of"),

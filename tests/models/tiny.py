@@ -40,6 +40,8 @@ SWITCHES: dict[str, dict] = {
     },
     "wide_values": {"v_head_dim": 40, "use_qk_norm": True, "attention_bias": True},
 }
+# Arguments of `tiny_model` by test id; the second generation has baselines beside its switches.
+MODELS = SWITCHES
 
 
 def tiny_config(**switches) -> HySparseConfig:

@@ -1,0 +1,32 @@
+"""Tests whose body is the same for both generations; imported as `models.generations`.
+
+Such a test has an argument `generation`: the module `models.tiny` (T1) or `models.tiny2` (T2), with `tiny_model`,
+`tiny_config` and `MODELS`. By that argument tests/test_known_faults.py knows what a row is tested on.
+"""
+
+from collections.abc import Iterable
+
+import pytest
+from models import tiny, tiny2
+
+
+T1, T2 = pytest.param(tiny, id="T1"), pytest.param(tiny2, id="T2")
+both_generations = pytest.mark.parametrize("generation", [T1, T2])
+
+
+def over_settings(
+    first: Iterable[str] = tiny.MODELS,
+    second: Iterable[str] = tiny2.MODELS,
+    fast: Iterable[str] = ("default", "two_bridges"),
+):
+    """Parametrise a test by `generation` and `switch`, a key of `generation.MODELS`.
+
+    Args:
+        first, second: settings of T1 and of T2.
+        fast: those of T2 that run by default; its others run only with the slow tests.
+    """
+    settings = [pytest.param(tiny, name, id=f"T1-{name}") for name in first]
+    for name in second:
+        marks = () if name in fast else pytest.mark.slow
+        settings.append(pytest.param(tiny2, name, id=f"T2-{name}", marks=marks))
+    return pytest.mark.parametrize(("generation", "switch"), settings)
