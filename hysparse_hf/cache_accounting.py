@@ -22,6 +22,7 @@ def predict_cache_bytes(
     dtype: torch.dtype | str,
     slack: int | None = None,
     max_cache_len: int | None = None,
+    pending: int = 0,
 ) -> dict[str, int]:
     """Bytes that a `HySparseCache` holds for `batch_size` rows of `length` tokens.
 
@@ -32,15 +33,18 @@ def predict_cache_bytes(
         dtype (`torch.dtype` or `str`): of keys and values; `torch.float8_e4m3fn` stands for one byte per element.
         slack (`int`, *optional*): tokens that window layers keep beyond the window; default: the cache's own.
         max_cache_len (`int`, *optional*): of a pre-allocated cache; default: one that grows.
+        pending (`int`): how many of the tokens, the last ones, wait as states of the self-decoder, in one call's
+            states or several; second generation with `bridge_materialization="lazy"`.
     Returns:
-        `dict[str, int]`: `full` and `window`: bytes in use by layers of that kind; `used`: their sum, exactly
-        `batch * kv_heads * (head_dim + v_head_dim) * bytes * (full layers * n + window layers * min(n, window +
-        slack))`; `allocated`: the same with room to grow, an upper bound of what `measure_cache_bytes` finds, and
-        exactly that for a pre-allocated cache.
+        `dict[str, int]`: `full` and `window`: bytes in use by layers of that kind; `pending`: of waiting states;
+        `used`: their sum, exactly `batch * kv_heads * (head_dim + v_head_dim) * bytes * (full layers * n + window
+        layers * min(n, window + slack))` where nothing waits; `allocated`: the same with room to grow, and with the
+        rotations of waiting states, an upper bound of what `measure_cache_bytes` finds, and exactly that for a
+        pre-allocated cache in which nothing waits.
     Raises:
-        ValueError: a configuration without a `cache_plan`, a negative size, more tokens than fit, or a name that is no
-            dtype.
-    Source: HySparse (arXiv:2602.03560), section 3.3.
+        ValueError: a configuration without a `cache_plan`, a negative size, more tokens than fit, tokens that cannot
+            wait, or a name that is no dtype.
+    Source: HySparse (arXiv:2602.03560), section 3.3; HySparse2 (arXiv:2609.26368), for what waits.
     """
     plan = getattr(config, "cache_plan", None)
     if plan is None:
@@ -62,12 +66,19 @@ def predict_cache_bytes(
     token_bytes = batch_size * config.num_key_value_heads * (config.head_dim + config.v_head_dim) * dtype.itemsize
     kept = config.sliding_window + slack
     full, window = (plan.count(kind) * token_bytes for kind in ("full", "window"))
-    parts = {"full": full * length, "window": window * min(length, kept)}
+    readers, sources = _readers_of_waiting_states(config, pending, length)
+    bridged = readers * token_bytes
+    waiting = batch_size * pending * sources * config.hidden_size * dtype.itemsize if pending else 0
+    parts = {"full": full * length - bridged * pending, "window": window * min(length, kept), "pending": waiting}
     # Counts of the rows' tokens; a pre-allocated cache also counts its slots there.
     counters = COUNTER_BYTES * 2 * (batch_size if max_cache_len is None else batch_size + 1)
-    columns = capacity_for(length) if max_cache_len is None else max_cache_len
-    room = full * columns + window * kept + counters if length else 0
-    return {**parts, "used": sum(parts.values()), "allocated": room}
+    columns, projected = (
+        capacity_for(n) if max_cache_len is None else max_cache_len for n in (length, length - pending)
+    )
+    # With states wait a cosine and a sine per channel for two kinds of layers, and where each call of a row began.
+    turned = batch_size * pending * (2 * 2 * config.head_dim * dtype.itemsize + COUNTER_BYTES)
+    room = (full - bridged) * columns + bridged * projected + window * kept + counters + waiting + turned
+    return {**parts, "used": sum(parts.values()), "allocated": room if length else 0}
 
 
 def measure_cache_bytes(cache: Any) -> dict[str, int]:
@@ -76,23 +87,41 @@ def measure_cache_bytes(cache: Any) -> dict[str, int]:
     Args:
         cache (`HySparseCache`): or another cache whose `layers` have `keys` and `values`.
     Returns:
-        `dict[str, int]`: `full` and `window`: bytes of the keys and values in use by layers of that kind; `used`:
-        their sum; `allocated`: every storage that the cache holds on to, counted once, spare room included.
+        `dict[str, int]`: `full` and `window`: bytes of the keys and values in use by layers of that kind; `pending`:
+        of states that a second generation model has yet to project keys and values from; `used`: their sum;
+        `allocated`: every storage that the cache holds on to, counted once, spare room included.
     """
     # Buffers of a pre-allocated cache are longer than what is in them.
     length = int(cache.get_seq_length())
-    parts = {"full": 0, "window": 0}
+    calls = getattr(cache, "pending", [])
+    waiting = [part for call in calls for part in call.states.values()]
+    parts = {"full": 0, "window": 0, "pending": sum(part.numel() * part.element_size() for part in waiting)}
+    bridged = cache.bridged if calls else [False] * len(cache.layers)
     storages: dict[tuple[torch.device, int], int] = {}
-    for layer in cache.layers:
+    for layer, is_bridged in zip(cache.layers, bridged, strict=True):
+        held = length - is_bridged * sum(call.length for call in calls)
         kind = "window" if layer.is_sliding else "full"
         for states in _tensors((layer.keys, layer.values)):
-            parts[kind] += states[:, :, :length].numel() * states.element_size()
+            parts[kind] += states[:, :, :held].numel() * states.element_size()
         for tensor in _tensors(vars(layer)):
             storages[_storage_id(tensor)] = tensor.untyped_storage().nbytes()
     others = {name: value for name, value in vars(cache).items() if name != "layers"}
     for tensor in _tensors(others):
         storages[_storage_id(tensor)] = tensor.untyped_storage().nbytes()
     return {**parts, "used": sum(parts.values()), "allocated": sum(storages.values())}
+
+
+def _readers_of_waiting_states(config: Any, pending: int, length: int) -> tuple[int, int]:
+    """How many layers wait for their keys, and from how many layers' states they will be projected."""
+    if not pending:
+        return 0, 0
+    sources = [source for source in getattr(config, "bridge_plan", []) if source is not None]
+    if not 0 < pending <= length or not sources or config.bridge_materialization != "lazy":
+        raise ValueError(
+            f"`pending` must lie between 0 and `length` ({length}), and be 0 where no bridge is lazy, got {pending}; "
+            "only `bridge_materialization='lazy'` lets tokens wait."
+        )
+    return len(sources), len(set(sources))
 
 
 def _storage_id(tensor: torch.Tensor) -> tuple[torch.device, int]:

@@ -77,7 +77,8 @@ class HySparseCache(DynamicCache):
         self._v_head_dim = config.v_head_dim
         # Second generation: states not yet projected, and the layers whose keys they will be.
         self.pending: list[PendingStates] = []
-        self._bridged = [source is not None for source in getattr(config, "bridge_plan", config.cache_plan)]
+        no_bridge = [None] * len(config.cache_plan)
+        self.bridged = [source is not None for source in getattr(config, "bridge_plan", no_bridge)]
         self.processed_tokens: dict[str, int] | None = {"self": 0, "cross": 0} if count_tokens else None
         self._prefetch_stream: torch.cuda.Stream | None = None
         # Visible tokens per row, once a mask was given; None while every slot of every row is a token.
@@ -245,7 +246,7 @@ class HySparseCache(DynamicCache):
         """
         check_crop_count(tokens_to_remove, int(self.get_seq_length()))
         waiting = sum(states.length for states in self.pending)
-        counts = [tokens_to_remove + min(waiting, -tokens_to_remove) * bridged for bridged in self._bridged]
+        counts = [tokens_to_remove + min(waiting, -tokens_to_remove) * bridged for bridged in self.bridged]
         # A draft that leaves the model early fills the first layers only.
         filled = [
             (layer, count)

@@ -94,7 +94,7 @@ def test_measured_bytes_count_storages_not_views():
 
 
 def test_an_empty_cache_holds_nothing():
-    nothing = {"full": 0, "window": 0, "used": 0, "allocated": 0}
+    nothing = {"full": 0, "window": 0, "pending": 0, "used": 0, "allocated": 0}
     assert measure_cache_bytes(HySparseCache(tiny_config())) == nothing
     assert predict_cache_bytes(tiny_config(), 3, 0, torch.bfloat16) == nothing
 

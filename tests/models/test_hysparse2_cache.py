@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 from models.tiny import CACHE_NAMES, assert_same_logits, draw_ids, logits_alone, padded_mask, run_in_chunks
-from models.tiny2 import MODELS, SWITCHES, over_models, tiny_model
+from models.tiny2 import MODELS, SWITCHES, over_models, tiny_config, tiny_model
 
 from hysparse_hf import measure_cache_bytes, predict_cache_bytes
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
@@ -14,6 +14,7 @@ from hysparse_hf.modeling.cache_hysparse import HySparseCache
 switches = over_models()
 padded_or_not = pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 NONE = torch.tensor([], dtype=torch.long)
+LAZY = {"bridge_materialization": "lazy", "rope_parameters": {"rope_theta": 1e4}}
 
 
 def filled(model, padded=False, length=40, batch=3, waiting=0):
@@ -53,10 +54,8 @@ def test_used_bytes_are_as_predicted(switch, length, padded):
     mask = padded_mask("left", (length, length // 2), length) if padded else None
     _, cache = run_in_chunks(model, draw_ids(2, length), [length], mask)
     measured, predicted = measure_cache_bytes(cache), predict_cache_bytes(model.config, 2, length, torch.float32)
-    assert {name: measured[name] for name in ("full", "window", "used")} == {
-        name: predicted[name] for name in ("full", "window", "used")
-    }
-    assert measured["allocated"] <= predicted["allocated"]
+    assert measured["allocated"] <= predicted.pop("allocated")
+    assert {name: measured[name] for name in predicted} == predicted
     full, window = (model.config.cache_plan.count(kind) for kind in ("full", "window"))
     token = 2 * model.config.num_key_value_heads * (model.config.head_dim + model.config.v_head_dim) * 4
     assert measured["used"] == token * (full * length + window * min(length, model.config.sliding_window + 32))
@@ -86,11 +85,38 @@ class TestLazyBridge:
         assert not cache.layers[3].is_initialized
         (pending,) = cache.pending
         assert {source: tuple(states.shape) for source, states in pending.states.items()} == {1: (2, 30, 64)}
-        held = measure_cache_bytes(cache)
-        assert held["allocated"] >= held["used"] + 2 * 30 * 64 * 4
         model(draw_ids(2, 1), cache=cache)
         assert cache.pending == []
         assert cache.layers[3].keys.shape[2] == 31
+
+    @pytest.mark.parametrize("fixed", [None, 64], ids=["growing", "pre-allocated"])
+    @padded_or_not
+    @pytest.mark.parametrize("switch", ["default", "two_bridges", "own_kv", "self_output", "source_rope"])
+    @torch.no_grad()
+    def test_bytes_of_waiting_states_are_as_predicted(self, switch, padded, fixed):
+        model = tiny_model(**{**SWITCHES[switch], "bridge_materialization": "lazy"})
+        cache = HySparseCache(model.config, max_cache_len=fixed)
+        mask = padded_mask("left", (40, 31), 40) if padded else None
+        ids, sources = draw_ids(2, 40), 2 if switch == "two_bridges" else 1
+
+        def feed(start, stop, kept):
+            part = None if mask is None else mask[:, :stop]
+            model(ids[:, start:stop], attention_mask=part, cache=cache, logits_to_keep=kept)
+
+        for start, stop, kept, pending in ((0, 12, NONE, 12), (12, 21, 1, 0), (21, 38, NONE, 17), (38, 40, NONE, 19)):
+            feed(start, stop, kept)
+            measured = measure_cache_bytes(cache)
+            predicted = predict_cache_bytes(model.config, 2, stop, torch.float32, max_cache_len=fixed, pending=pending)
+            assert measured["pending"] == 2 * pending * sources * 64 * 4
+            assert measured["allocated"] <= predicted.pop("allocated")
+            assert {name: measured[name] for name in predicted} == predicted
+
+    @pytest.mark.parametrize(
+        ("settings", "pending"), [({}, 3), ({"bridge_materialization": "lazy"}, 11), ({"dense": True, **LAZY}, 1)]
+    )
+    def test_tokens_that_cannot_wait_are_refused(self, settings, pending):
+        with pytest.raises(ValueError, match="`pending` must lie between 0 and `length`"):
+            predict_cache_bytes(tiny_config(**settings), 1, 10, torch.float32, pending=pending)
 
     @torch.no_grad()
     def test_eager_projects_at_once(self):
@@ -115,9 +141,6 @@ class TestLazyBridge:
         for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
             assert torch.equal(one.keys, other.keys)
             assert torch.equal(one.values, other.values)
-
-
-LAZY = {"bridge_materialization": "lazy", "rope_parameters": {"rope_theta": 1e4}}
 
 
 def model_and_waiting(switch):

@@ -81,7 +81,7 @@ MUTANTS = {
     "shared-tensors-by-keyword": Mutant(
         MODEL,
         "                *shared,\n",
-        "                **dict(zip((f'shared_{part}' for part in ('key', 'value', 'indices', 'layouts')), shared, strict=True)),\n",
+        "                **dict(zip((f'shared_{part}' for part in 'key value indices layouts'.split()), shared)),\n",
         f"{CHECKPOINTING}::TestCheckpointing::test_tensors_with_gradients_are_positional",
     ),
     "maps-without-gates": Mutant(
