@@ -1,5 +1,7 @@
 """One decoder layer: attention of its kind, then the feed-forward network."""
 
+from functools import reduce
+
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -131,7 +133,7 @@ class HySparseAttention(nn.Module):
             n_selected = self.n_selected if selects and self.kind == "full" else 0
             output, indices, weights = self._full(own, layout, n_selected, options)
             results = {"full": (output, weights)}
-            if self.is_read_by_others and indices is not None:
+            if self.is_read_by_others and self.config.share_oracle and indices is not None:
                 layouts = self._layouts(own, indices, layout)
         elif self.kind == "window":
             results = {"local": self._window_of_own(own, layout, options)}
@@ -142,8 +144,9 @@ class HySparseAttention(nn.Module):
             results = self._sparse(own, shared, selection, hidden_states, layout, options)
 
         gated = [self._gate(branch, hidden_states, layout, *result) for branch, result in results.items()]
-        output = self.o_proj(sum(part for part, _ in gated))
-        weights = sum(part for _, part in gated) if output_attentions else None
+        outputs, maps = zip(*gated, strict=True)
+        output = self.o_proj(reduce(torch.add, outputs))
+        weights = reduce(torch.add, maps) if output_attentions else None
         read = self.is_read_by_others
         return output, weights, key if read else None, value if read else None, indices, layouts
 

@@ -40,6 +40,8 @@ from .triton_common import (
     tl,
     triton,
 )
+from .triton_decode_common import takes_decode
+from .triton_decode_full import decode_full_attention
 
 
 # (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N at most, warps, stages), without and with
@@ -370,9 +372,10 @@ def _keep_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, grad_output, grad_lse, _):
-    output = ctx.saved_tensors[3]
-    grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-    grads = _full_attention_backward(grad_output, grad_lse, *ctx.saved_tensors, ctx.scaling)
+    # Read once: under checkpointing a second reading would run the forward pass again.
+    saved = ctx.saved_tensors
+    grad_output = torch.zeros_like(saved[3]) if grad_output is None else grad_output
+    grads = _full_attention_backward(grad_output, grad_lse, *saved, ctx.scaling)
     return *grads, *(None,) * 9
 
 
@@ -402,6 +405,20 @@ def full_attention_with_oracle(
     check_supported(query, key, value, scaling=scaling, rows=rows, return_weights=return_weights)
     if n_selected:
         check_block_size(block_size)
+    if takes_decode(query, key, value):
+        return decode_full_attention(
+            query,
+            key,
+            value,
+            block_size=block_size,
+            n_selected=n_selected,
+            scaling=scaling,
+            rows=rows,
+            block_reduction=block_reduction,
+            head_reduction=head_reduction,
+            forced_first_blocks=forced_first_blocks,
+            forced_local_blocks=forced_local_blocks,
+        )
     output, lse, indices = _full_attention_forward(
         query,
         key,
