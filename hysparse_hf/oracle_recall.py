@@ -2,7 +2,8 @@
 
 Figures are grouped by position r in the hybrid block. At r = 0 stand the full layer's own heads, which share one
 selection per KV group: what they lose is the price of the group. From r = 1 on a sparse layer reads blocks that
-another layer chose: what it loses beyond r = 0 is the price of staleness.
+another layer chose: what it loses beyond r = 0 is the price of staleness. For the full layers there is also what their
+selections look like to a memory system (`index_patterns`).
 """
 
 import argparse
@@ -18,6 +19,7 @@ from transformers.utils import logging
 
 from hysparse_hf.conversion.source import open_source
 from hysparse_hf.conversion.texts import add_text_arguments, read_texts
+from hysparse_hf.index_patterns import PAGE_TOKENS, UNION_WIDTHS, index_patterns, phase_overlap
 from hysparse_hf.modeling.layers_hysparse import rotate
 from hysparse_hf.modeling.selection_hysparse import chosen_blocks, reduce_blocks, reduce_heads, select_blocks
 
@@ -42,8 +44,10 @@ def measure_recall(model: Any, windows: Sequence[torch.Tensor]) -> dict[str, Any
         `dict`: `queries` that counted; `layers`: per layer its index, `position` r, `recall` (share of each head's own
         best blocks that are in the selection), `left_out` (eps: mass of A outside it), `coverage` per head (mass of A
         inside), `margin` (median over queries, full layers only: log score of the last chosen block over that of the
-        first rejected), `gates` (per branch mean and share within 0.05 of 0 or 1, sparse layers only); and
-        `positions`: r -> mean `recall`, mean `left_out`, lowest `coverage` of a head, mean `margin`.
+        first rejected), `gates` (per branch mean and share within 0.05 of 0 or 1, sparse layers only), `patterns`
+        (full layers only: means of what `index_patterns` gives, None where the text is too short, and `phase`, the
+        `phase_overlap` of the first window longer than the budget); and `positions`: r -> mean `recall`, mean
+        `left_out`, lowest `coverage` of a head, mean `margin`.
     Raises:
         ValueError: no layer reuses a selection, or no window is longer than the budget.
     """
@@ -60,6 +64,7 @@ def measure_recall(model: Any, windows: Sequence[torch.Tensor]) -> dict[str, Any
             "there every block is selected, so use longer text."
         )
     parts: dict[int, list[dict[str, torch.Tensor]]] = {}
+    selections: dict[int, torch.Tensor] = {}
 
     def measure(attention: Any, args: tuple, kwargs: dict, output: tuple) -> None:
         index, hidden, rotations = attention.layer_idx, args[0], kwargs["rotations"]
@@ -71,6 +76,11 @@ def measure_recall(model: Any, windows: Sequence[torch.Tensor]) -> dict[str, Any
         query, key = _projected(attention, hidden, "q", rotations[kind]), given[0]
         key = _projected(attention, hidden, "k", rotations[kind]) if key is None else key
         part = _joined(_figures(attention, query, key, given[1]))
+        if attention.kind == "full":
+            counted = given[1][0, :, config.oracle_budget :]
+            part |= index_patterns(counted, config.oracle_budget, config.oracle_block_size)
+            # Of the first window alone; the others come later.
+            selections.setdefault(index, counted)
         part |= {f"gate_{name}": gate.flatten() for name, gate in _gates(attention, hidden)}
         parts.setdefault(index, []).append(part)
 
@@ -85,6 +95,10 @@ def measure_recall(model: Any, windows: Sequence[torch.Tensor]) -> dict[str, Any
         for handle in handles:
             handle.remove()
     layers = [_layer_record(index, index - donors[index], _joined(parts[index])) for index in measured]
+    first = next(window for window in windows if len(window) > config.oracle_budget)
+    phases = _phases(model, first, selections)
+    for layer in layers:
+        layer["patterns"] |= {"phase": phases[layer["layer"]]} if layer["position"] == 0 else {}
     queries = next(iter(_joined(parts[measured[0]]).values())).shape[-1]
     return {"queries": queries, "layers": layers, "positions": _by_position(layers)}
 
@@ -95,6 +109,24 @@ def _projected(attention: Any, hidden: torch.Tensor, name: str, rotation: Any) -
     if attention.config.use_qk_norm:
         states = getattr(attention, f"{name}_norm")(states)
     return rotate(states.transpose(1, 2), rotation)
+
+
+def _phases(model: Any, window: torch.Tensor, selections: dict[int, torch.Tensor]) -> dict[int, float]:
+    """Full layer -> `phase_overlap` of its selections on `window` and on the window without its first token."""
+    config = model.config
+    output = model.model(
+        input_ids=window[None, 1:].to(model.device), use_cache=False, output_selected_indices=True
+    ).selected_indices
+    full = [index for index, kind in enumerate(config.layer_plan) if kind == "full"]
+    return {
+        index: phase_overlap(
+            counted,
+            output[full.index(index)][0, :, config.oracle_budget - 1 :],
+            config.oracle_budget,
+            config.oracle_block_size,
+        )
+        for index, counted in selections.items()
+    }
 
 
 def _gates(attention: nn.Module, hidden: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -155,7 +187,11 @@ def _layer_record(index: int, position: int, part: dict[str, torch.Tensor]) -> d
         "coverage": part["inside"].mean(-1).tolist(),
         "margin": part["margin"].median().item() if position == 0 else None,
         "gates": {},
+        "patterns": {},
     }
+    if position == 0:
+        names = ("blocks", "runs", "kept", "pages", "payload", *(f"union_{width}" for width in UNION_WIDTHS))
+        record["patterns"] = {name: part[name].mean().item() if part[name].numel() else None for name in names}
     for name in ("global", "local"):
         gate = part.get(f"gate_{name}")
         if gate is not None:
@@ -196,6 +232,7 @@ def table(report: dict[str, Any]) -> str:
             f"{position:>2}{row['layers']:8}{row['recall']:9.3f}{row['left_out']:9.3f}{row['coverage']:27.3f}"
             f"{margin:>19}"
         )
+    lines += ["", *_pattern_lines(report["layers"])]
     gates = [layer for layer in report["layers"] if layer["gates"]]
     if gates:
         lines += ["", f"{'layer':>5}{'r':>3}{'recall':>9}{'eps':>9}   gates: mean (share within 0.05 of 0 or 1)"]
@@ -204,6 +241,28 @@ def table(report: dict[str, Any]) -> str:
         figures = f"{layer['layer']:5}{layer['position']:3}{layer['recall']:9.3f}{layer['left_out']:9.3f}"
         lines.append(f"{figures}   {', '.join(parts)}")
     return "\n".join(lines)
+
+
+def _pattern_lines(layers: list[dict[str, Any]]) -> list[str]:
+    """What the full layers' selections look like, one line a layer."""
+    unions = "".join(f"{f'of {width}':>8}" for width in UNION_WIDTHS)
+    lines = [
+        f"selections of the full layers: blocks and runs of them per query and KV head; pages of {PAGE_TOKENS} tokens",
+        "per query, and the share of their keys that is read; blocks that the query before has too; blocks of 16 and",
+        "more queries together; tokens that stay selected when the text begins one token later",
+        f"{'layer':>5}{'blocks':>8}{'runs':>7}{'pages':>8}{'read':>8}{'kept':>8}{unions}{'phase':>8}",
+    ]
+    for layer in layers:
+        row = layer["patterns"]
+        if row:
+            cells = (row[f"union_{width}"] for width in UNION_WIDTHS)
+            wide = "".join(f"{'' if cell is None else format(cell, '.1f'):>8}" for cell in cells)
+            kept = "" if row["kept"] is None else f"{row['kept']:.3f}"
+            lines.append(
+                f"{layer['layer']:5}{row['blocks']:8.1f}{row['runs']:7.1f}{row['pages']:8.1f}{row['payload']:8.3f}"
+                f"{kept:>8}{wide}{row['phase']:8.3f}"
+            )
+    return lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
