@@ -6,16 +6,18 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from models.tiny import SWITCHES, draw_ids, tiny_config, tiny_model
+from models.generations import both_generations, over_settings
+from models.tiny import draw_ids
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from hysparse_hf import HySparseForCausalLM
+from transformers import AutoModelForCausalLM
 
 
 IDS = draw_ids(2, 36)
 MASK = torch.ones_like(IDS).index_fill(1, torch.arange(3), 0)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 OTHERS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
-SETTINGS = ("default", "window_layers", "wide_values")
+FIRST, SECOND = ("default", "window_layers", "wide_values"), ("default", "two_bridges", "own_kv")
+settings = over_settings(FIRST, SECOND, fast=SECOND)
 
 
 class OneDevice(TorchDispatchMode):
@@ -36,65 +38,72 @@ def places(model, **moved):
 
 def assert_as_before(model, plain):
     with torch.no_grad():
-        assert torch.equal(model(IDS, attention_mask=MASK).logits, plain(IDS, attention_mask=MASK).logits)
+        for kept in (0, torch.tensor([3, 20])):
+            logits = [m(IDS, attention_mask=MASK, logits_to_keep=kept).logits for m in (model, plain)]
+            assert torch.equal(*logits)
     asked = {"attention_mask": MASK, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(IDS, **asked), plain.generate(IDS, **asked))
 
 
 class TestDispatch:
-    @pytest.mark.parametrize("switches", SETTINGS)
-    def test_forced_hooks_change_nothing_B04(self, switches):
-        model = tiny_model(**SWITCHES[switches])
+    @settings
+    def test_forced_hooks_change_nothing_B04(self, generation, switch):
+        model = generation.tiny_model(**generation.MODELS[switch])
         model = accelerate.dispatch_model(model, places(model), force_hooks=True)
-        assert_as_before(model, tiny_model(**SWITCHES[switches]))
+        assert_as_before(model, generation.tiny_model(**generation.MODELS[switch]))
 
-    def test_the_cache_is_passed_on_by_itself_under_both_names_B04(self):
-        assert {"cache", "past_key_values"} <= set(HySparseForCausalLM._skip_keys_device_placement)
+    @both_generations
+    def test_the_cache_is_passed_on_by_itself_under_both_names_B04(self, generation):
+        assert {"cache", "past_key_values"} <= set(generation.tiny_model()._skip_keys_device_placement)
 
+    @both_generations
     @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-    def test_some_layers_on_the_disk_B04(self, tmp_path, tied):
-        model = tiny_model(tie_word_embeddings=tied)
+    def test_some_layers_on_the_disk_B04(self, generation, tmp_path, tied):
+        model = generation.tiny_model(tie_word_embeddings=tied)
         moved = places(model, **{"model.layers.1": "disk", "model.layers.3": "disk"})
         model = accelerate.dispatch_model(model, moved, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
         assert model.model.layers[3].self_attn.k_proj.weight.device.type == "meta"
-        assert_as_before(model, tiny_model(tie_word_embeddings=tied))
+        assert_as_before(model, generation.tiny_model(tie_word_embeddings=tied))
 
-    def test_loaded_with_some_layers_on_the_disk_B04(self, tmp_path):
-        plain = tiny_model()
+    @both_generations
+    def test_loaded_with_some_layers_on_the_disk_B04(self, generation, tmp_path):
+        plain = generation.tiny_model()
         plain.save_pretrained(tmp_path / "saved")
         moved = places(plain, **{"model.layers.0": "disk", "model.layers.2": "disk"})
-        model = HySparseForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             tmp_path / "saved", device_map=moved, offload_folder=tmp_path / "offload"
         )
         assert model.model.layers[2].self_attn.sink_local.device.type == "meta"
         assert_as_before(model, plain)
 
-    @pytest.mark.parametrize("switches", ["window_layers", "wide_values"])
-    def test_all_parameters_offloaded_B04(self, tmp_path, switches):
+    @over_settings(("window_layers", "wide_values"), ("own_kv", "wide_values"), fast=("own_kv", "wide_values"))
+    def test_all_parameters_offloaded_B04(self, generation, tmp_path, switch):
         for offload in (accelerate.cpu_offload, functools.partial(accelerate.disk_offload, offload_dir=tmp_path)):
-            model = offload(tiny_model(**SWITCHES[switches]), execution_device=torch.device("cpu"))
+            model = offload(generation.tiny_model(**generation.MODELS[switch]), execution_device=torch.device("cpu"))
             assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-            assert_as_before(model, tiny_model(**SWITCHES[switches]))
+            assert_as_before(model, generation.tiny_model(**generation.MODELS[switch]))
 
-    @pytest.mark.parametrize("switches", SETTINGS)
+    @settings
     @pytest.mark.parametrize("mask", [None, MASK], ids=["plain", "padded"])
     @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-    def test_all_that_a_layer_reads_follows_it_B04(self, switches, mask, use_cache):
+    @pytest.mark.parametrize("kept", [0, 1], ids=["whole", "last"])
+    def test_all_that_a_layer_reads_follows_it_B04_B05(self, generation, switch, mask, use_cache, kept):
+        """Sparse layers stand apart from their full layer, and in the second generation from the bridge's source."""
         # The meta device stands for a second card.
-        model = tiny_model(**SWITCHES[switches])
+        model = generation.tiny_model(**generation.MODELS[switch])
         for module in (*model.model.layers[2:], model.model.norm, model.lm_head):
             hook = AlignDevicesHook(execution_device="meta", skip_keys=model._skip_keys_device_placement)
             add_hook_to_module(module.to("meta"), hook)
         with OneDevice():
-            logits = model(IDS, attention_mask=mask, use_cache=use_cache).logits
+            logits = model(IDS, attention_mask=mask, use_cache=use_cache, logits_to_keep=kept).logits
         assert logits.device.type == "meta"
-        assert logits.shape == (2, 36, 61)
+        assert logits.shape == (2, kept or 36, 61)
 
 
-@pytest.mark.parametrize("switches", [*SETTINGS, "moe"])
-def test_an_automatic_map_never_splits_a_layer_E12(switches):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-    model = tiny_model(**(experts if switches == "moe" else SWITCHES[switches]))
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
+@settings
+def test_an_automatic_map_never_splits_a_layer_E12(generation, switch, experts):
+    model = generation.tiny_model(**generation.MODELS[switch], **experts)
     largest = max(sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers)
     split = set()
     # Up to twice a layer, in steps that pass every place where a layer might be cut.
@@ -107,10 +116,10 @@ def test_an_automatic_map_never_splits_a_layer_E12(switches):
     assert split == set()
 
 
-@pytest.mark.parametrize("switches", [*SETTINGS, "headwise_full_gate"])
-def test_building_asks_no_parameter_for_its_shape_F10(switches, monkeypatch):
+@over_settings((*FIRST, "headwise_full_gate"), (*SECOND, "self_output"), fast=(*SECOND, "self_output"))
+def test_building_asks_no_parameter_for_its_shape_F10(generation, switch, monkeypatch):
     """As under ZeRO-3: parameters are empty as soon as their module is built; sizes come from the configuration."""
-    plain = tiny_model(**SWITCHES[switches])
+    plain = generation.tiny_model(**generation.MODELS[switch])
     owners = {type(module) for module in plain.modules() if list(module.parameters(recurse=False))}
     builders = {base for owner in owners for base in owner.__mro__ if "__init__" in vars(base)}
 
@@ -125,7 +134,8 @@ def test_building_asks_no_parameter_for_its_shape_F10(switches, monkeypatch):
 
     for builder in builders - {torch.nn.Module, object}:
         monkeypatch.setattr(builder, "__init__", emptied(builder.__init__))
-    model = HySparseForCausalLM(tiny_config(**{**SWITCHES[switches], "pad_token_id": None})).eval()
+    config = generation.tiny_config(**{**generation.MODELS[switch], "pad_token_id": None})
+    model = type(plain)(config).eval()
     assert {parameter.numel() for parameter in model.parameters()} == {0}
     monkeypatch.undo()
     for parameter, whole in zip(model.parameters(), plain.parameters(), strict=True):

@@ -160,7 +160,7 @@ MUTANTS = {
         ROWS,
         'names = ("positions", "order", "place", ',
         'names = ("positions", "order", ',
-        f"{DEVICES}::TestDispatch::test_all_that_a_layer_reads_follows_it_B04",
+        f"{DEVICES}::TestDispatch::test_all_that_a_layer_reads_follows_it_B04_B05",
     ),
     "norm-gradients-of-one-rank": Mutant(
         CONFIG,
