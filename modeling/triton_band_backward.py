@@ -54,33 +54,62 @@ _LAUNCH_WINDOW_DKDV = {**_LAUNCH_DKDV, (2, 128): (32, 64, 4, 3)}
 
 
 @triton.jit
-def add_dq(p, dp, delta, acc, exact, mass, k, one, HAS_SINK: tl.constexpr, PRECISION: tl.constexpr):
+def add_dq(p, dp, delta, acc, mean, exact, mass, k, one, HAS_SINK: tl.constexpr, PRECISION: tl.constexpr):
     """Add what one tile of keys gives, from its probabilities and their gradients."""
-    if HAS_SINK:
+    if HAS_SINK or PRECISION == "ieee":
         # The output as stored is rounded; a sink's gradient sums that over all rows, so it takes the unrounded one.
         exact += tl.sum(p * dp, 1)
     if PRECISION == "ieee":
         mass += tl.sum(p, 1)
+        mean = add_product(mean, p, k, one, PRECISION)
     ds = p * (dp - delta[:, None])
-    return add_product(acc, ds.to(k.dtype), k, one, PRECISION), exact, mass
+    return add_product(acc, ds.to(k.dtype), k, one, PRECISION), mean, exact, mass
 
 
 @triton.jit
 def finish_dq(
-    acc, exact, mass, total, sink_ptr, heads, valid, scaling, HAS_SINK: tl.constexpr, PRECISION: tl.constexpr
+    acc,
+    mean,
+    exact,
+    mass,
+    total,
+    delta,
+    terms_ptr,
+    refine_ptr,
+    row,
+    sink_ptr,
+    heads,
+    valid,
+    scaling,
+    HAS_SINK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Scale the sums of a row. In float32 the rounding of its log-sum-exp would be the largest error of all.
+    """Scale the sums of a row. In float32 the rounding of its two terms would be the largest error of all.
 
-    That rounding is one factor of the row's probabilities, which with the sink's share must sum to 1.
+    That of the log-sum-exp is one factor of the row's probabilities, which with the sink's share must sum to 1. That
+    of `delta` is its distance from the probabilities' own sum. Both are mended here, and stored for dk and dv.
     """
     if PRECISION == "ieee":
         if HAS_SINK:
             sink = tl.load(sink_ptr + heads, mask=valid, other=0.0).to(tl.float32) * KERNEL_LOG2E
             mass += tl.exp2(sink - total)
         share = 1 / tl.where(mass == 0, 1.0, mass)
-        acc *= share[:, None]
         exact *= share
+        refined = exact - tl.load(refine_ptr + row, mask=valid, other=0.0)
+        acc = (acc + (delta - refined)[:, None] * mean) * share[:, None]
+        tl.store(terms_ptr + row * 2 + 1, refined, mask=valid)
+        tl.store(refine_ptr + row, share, mask=valid)
     return acc * scaling, exact
+
+
+@triton.jit
+def load_refined(terms_ptr, refine_ptr, row, valid, PRECISION: tl.constexpr):
+    """Both terms of each row, as `finish_dq` left them, and the factor of its probabilities."""
+    total, delta = load_terms(terms_ptr, row, valid)
+    share = 1.0
+    if PRECISION == "ieee":
+        share = tl.load(refine_ptr + row, mask=valid, other=0.0)
+    return total, delta, share
 
 
 @triton.jit
@@ -90,6 +119,7 @@ def _dq_step(
     total,
     delta,
     acc,
+    mean,
     exact,
     mass,
     k,
@@ -109,7 +139,7 @@ def _dq_step(
     dp = tl.dot(grad, v.T, input_precision=PRECISION)
     if MASKED:
         dp = tl.where(visible, dp, 0.0)
-    return add_dq(p, dp, delta, acc, exact, mass, k, one, HAS_SINK, PRECISION)
+    return add_dq(p, dp, delta, acc, mean, exact, mass, k, one, HAS_SINK, PRECISION)
 
 
 @triton.jit
@@ -119,6 +149,7 @@ def _band_dq_kernel(
     value_desc,
     grad_ptr,
     terms_ptr,
+    refine_ptr,
     dq_ptr,
     sink_ptr,
     sink_term_ptr,
@@ -186,13 +217,14 @@ def _band_dq_kernel(
     row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
     total, delta = load_terms(terms_ptr, row, valid)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    mean = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     exact = tl.zeros((BLOCK_M,), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
     for column in tl.range(begin, plain_end, BLOCK_N):
         k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
         v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
-        acc, exact, mass = _dq_step(
-            q, grad, total, delta, acc, exact, mass, k, v, None, scale, one, False, HAS_SINK, PRECISION
+        acc, mean, exact, mass = _dq_step(
+            q, grad, total, delta, acc, mean, exact, mass, k, v, None, scale, one, False, HAS_SINK, PRECISION
         )
     for column in tl.range(plain_end, end, BLOCK_N):
         columns = column + tl.arange(0, BLOCK_N)
@@ -201,11 +233,27 @@ def _band_dq_kernel(
         if HAS_START:
             k = tl.where((columns < end)[:, None], k, 0.0)
         visible = (columns[None, :] <= owned[:, None]) & (columns[None, :] >= lowest[:, None])
-        acc, exact, mass = _dq_step(
-            q, grad, total, delta, acc, exact, mass, k, v, visible, scale, one, True, HAS_SINK, PRECISION
+        acc, mean, exact, mass = _dq_step(
+            q, grad, total, delta, acc, mean, exact, mass, k, v, visible, scale, one, True, HAS_SINK, PRECISION
         )
     dq_base = dq_ptr + batch.to(tl.int64) * stride_dqb
-    acc, exact = finish_dq(acc, exact, mass, total, sink_ptr, heads, valid, scaling, HAS_SINK, PRECISION)
+    acc, exact = finish_dq(
+        acc,
+        mean,
+        exact,
+        mass,
+        total,
+        delta,
+        terms_ptr,
+        refine_ptr,
+        row,
+        sink_ptr,
+        heads,
+        valid,
+        scaling,
+        HAS_SINK,
+        PRECISION,
+    )
     store_rows(dq_base, acc, steps, heads, valid, stride_dqh, stride_dqm, stride_dqd, HEAD_DIM, BLOCK_D)
     if HAS_SINK:
         store_sink_term(sink_ptr, sink_term_ptr, row, heads, valid, total, exact)
@@ -213,11 +261,13 @@ def _band_dq_kernel(
 
 @triton.jit
 def _dkdv_step(
-    q, grad, total, delta, dk, dv, k, v, visible, scale, one, MASKED: tl.constexpr, PRECISION: tl.constexpr
+    q, grad, total, delta, share, dk, dv, k, v, visible, scale, one, MASKED: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Add one tile of query rows to the gradients of a tile of keys; rows with `total` +inf add nothing."""
     s = tl.dot(k, q.T, input_precision=PRECISION)
     p = tl.exp2(s * scale - total[None, :])
+    if PRECISION == "ieee":
+        p *= share[None, :]
     if MASKED:
         p = tl.where(visible, p, 0.0)
     dv = add_product(dv, p.to(grad.dtype), grad, one, PRECISION)
@@ -236,6 +286,7 @@ def _band_dkdv_kernel(
     value_desc,
     grad_ptr,
     terms_ptr,
+    refine_ptr,
     dk_ptr,
     dv_ptr,
     start_ptr,
@@ -303,22 +354,22 @@ def _band_dkdv_kernel(
         q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
         grad = load_rows(grad_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
         row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
-        total, delta = load_terms(terms_ptr, row, valid)
+        total, delta, share = load_refined(terms_ptr, refine_ptr, row, valid, PRECISION)
         owned, lowest = query_places(
             start_ptr, first_ptr, stride_fb, stride_fm, batch, steps, valid, start, HAS_START, HAS_FIRST
         )
         if HAS_WINDOW:
             lowest = tl.maximum(lowest, owned - window + 1)
         visible = (columns[:, None] <= owned[None, :]) & (columns[:, None] >= lowest[None, :])
-        dk, dv = _dkdv_step(q, grad, total, delta, dk, dv, k, v, visible, scale, one, True, PRECISION)
+        dk, dv = _dkdv_step(q, grad, total, delta, share, dk, dv, k, v, visible, scale, one, True, PRECISION)
     for tile in tl.range(plain_begin, tile_end):
         steps, group_head, valid = query_rows(tile, q_len, TILE_Q, GROUP, BLOCK_M)
         heads = kv_head * GROUP + group_head
         q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
         grad = load_rows(grad_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
         row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
-        total, delta = load_terms(terms_ptr, row, valid)
-        dk, dv = _dkdv_step(q, grad, total, delta, dk, dv, k, v, None, scale, one, False, PRECISION)
+        total, delta, share = load_refined(terms_ptr, refine_ptr, row, valid, PRECISION)
+        dk, dv = _dkdv_step(q, grad, total, delta, share, dk, dv, k, v, None, scale, one, False, PRECISION)
     store_key_gradient(dk_ptr, dk * scaling, batch * KV_HEADS + kv_head, columns, kv_len, HEAD_DIM, BLOCK_D)
     store_key_gradient(dv_ptr, dv, batch * KV_HEADS + kv_head, columns, kv_len, V_DIM, BLOCK_DV)
 
@@ -362,7 +413,7 @@ def band_backward(
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len, v_dim = value.shape[1:]
     group = heads // kv_heads
-    terms = row_terms(output, grad_output, lse, grad_lse, sink)
+    terms, refine = row_terms(output, grad_output, lse, grad_lse, sink)
     sink_terms = torch.empty_like(lse) if sink is not None else lse
     dq = torch.empty_like(query)
     dk, dv = key.new_empty(key.shape), value.new_empty(value.shape)
@@ -394,6 +445,7 @@ def band_backward(
             key_descriptor(value, block_n),
             grad_output,
             terms,
+            refine,
             dq,
             sink,
             sink_terms,
@@ -419,6 +471,7 @@ def band_backward(
             key_descriptor(value, block_n),
             grad_output,
             terms,
+            refine,
             dk,
             dv,
             ends_ptr=_last_readers(first_key, batch, q_len, kv_len, block_n),

@@ -6,7 +6,7 @@ that chose it. Each sum has one owner and one order, so results repeat bitwise.
 
 import torch
 
-from .triton_band_backward import add_dq, finish_dq, store_key_gradient
+from .triton_band_backward import add_dq, finish_dq, load_refined, store_key_gradient
 from .triton_common import (
     LOG2E,
     add_product,
@@ -54,6 +54,7 @@ def _block_sparse_dq_kernel(
     value_desc,
     grad_ptr,
     terms_ptr,
+    refine_ptr,
     dq_ptr,
     sink_ptr,
     sink_term_ptr,
@@ -112,6 +113,7 @@ def _block_sparse_dq_kernel(
     row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
     total, delta = load_terms(terms_ptr, row, valid)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    mean = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     exact = tl.zeros((BLOCK_M,), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
@@ -140,7 +142,7 @@ def _block_sparse_dq_kernel(
         if not HAS_START and entry >= n_whole:
             # After both products: a branch between them would keep the exponentials from running beside the second.
             p = tl.where(column + tl.arange(0, BLOCK_N)[None, :] <= owned[:, None], p, 0.0)
-        acc, exact, mass = add_dq(p, dp, delta, acc, exact, mass, k, one, HAS_SINK, PRECISION)
+        acc, mean, exact, mass = add_dq(p, dp, delta, acc, mean, exact, mass, k, one, HAS_SINK, PRECISION)
     if HAS_START:
         last = tl.max(owned, 0)
         for entry in tl.range(n_whole, n_all):
@@ -155,9 +157,25 @@ def _block_sparse_dq_kernel(
             p = tl.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - shift[:, None])
             p = tl.where(visible, p, 0.0)
             dp = tl.where(visible, tl.dot(grad, v.T, input_precision=PRECISION), 0.0)
-            acc, exact, mass = add_dq(p, dp, delta, acc, exact, mass, k, one, HAS_SINK, PRECISION)
+            acc, mean, exact, mass = add_dq(p, dp, delta, acc, mean, exact, mass, k, one, HAS_SINK, PRECISION)
     dq_base = dq_ptr + batch.to(tl.int64) * stride_dqb
-    acc, exact = finish_dq(acc, exact, mass, total, sink_ptr, heads, valid, scaling, HAS_SINK, PRECISION)
+    acc, exact = finish_dq(
+        acc,
+        mean,
+        exact,
+        mass,
+        total,
+        delta,
+        terms_ptr,
+        refine_ptr,
+        row,
+        sink_ptr,
+        heads,
+        valid,
+        scaling,
+        HAS_SINK,
+        PRECISION,
+    )
     store_rows(dq_base, acc, steps, heads, valid, stride_dqh, stride_dqm, stride_dqd, HEAD_DIM, BLOCK_D)
     if HAS_SINK:
         store_sink_term(sink_ptr, sink_term_ptr, row, heads, valid, total, exact)
@@ -170,6 +188,7 @@ def _block_sparse_dkdv_kernel(
     value_desc,
     grad_ptr,
     terms_ptr,
+    refine_ptr,
     dk_ptr,
     dv_ptr,
     queries_ptr,
@@ -240,8 +259,11 @@ def _block_sparse_dkdv_kernel(
         steps = tl.load(queries_ptr + place)
         q = load_rows(q_base, steps, heads, None, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
         grad = load_rows(grad_base, steps, heads, None, stride_gh, stride_gm, stride_gd, V_DIM, BLOCK_DV)
-        total, delta = load_terms(terms_ptr, (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps, valid)
+        row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
+        total, delta, share = load_refined(terms_ptr, refine_ptr, row, valid, PRECISION)
         p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * scale - total[None, :])
+        if PRECISION == "ieee":
+            p *= share[None, :]
         if entry < n_masked:
             visible = columns[:, None] <= (start + steps)[None, :]
             if HAS_FIRST:
@@ -278,7 +300,7 @@ def block_sparse_backward(
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len, v_dim = value.shape[1:]
     group = heads // kv_heads
-    terms = row_terms(output, grad_output, lse, grad_lse, sink)
+    terms, refine = row_terms(output, grad_output, lse, grad_lse, sink)
     sink_terms = torch.empty_like(lse) if sink is not None else lse
     dq = torch.empty_like(query)
     dk, dv = key.new_empty(key.shape), value.new_empty(value.shape)
@@ -309,6 +331,7 @@ def block_sparse_backward(
             key_descriptor(value, block_n),
             grad_output,
             terms,
+            refine,
             dq,
             sink,
             sink_terms,
@@ -340,6 +363,7 @@ def block_sparse_backward(
             key_descriptor(value, block_n),
             grad_output,
             terms,
+            refine,
             dk,
             dv,
             layouts.queries,

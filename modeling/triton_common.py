@@ -156,6 +156,7 @@ def _row_terms_kernel(
     grad_lse_ptr,
     sink_ptr,
     terms_ptr,
+    refine_ptr,
     stride_ob,
     stride_oh,
     stride_om,
@@ -171,6 +172,7 @@ def _row_terms_kernel(
     BLOCK_M: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
+    REFINES: tl.constexpr,
 ):
     """Per query and head: total log-sum-exp in base 2, and the term of the softmax gradient."""
     batch = tl.program_id(1) // HEADS
@@ -191,12 +193,15 @@ def _row_terms_kernel(
     if HAS_SINK:
         sink = tl.load(sink_ptr + head).to(tl.float32) * KERNEL_LOG2E
         total = tl.maximum(safe, sink) + tl.log2(1 + tl.exp2(-tl.abs(safe - sink)))
+    of_lse = tl.zeros((BLOCK_M,), tl.float32)
     if HAS_GRAD_LSE:
         # The lse leaves the sink out, so its gradient meets probabilities larger by exp(total - lse).
         grad_lse = tl.load(grad_lse_ptr + place, mask=valid, other=0.0) * KERNEL_LOG2E
-        delta = delta - tl.where(empty, 0.0, grad_lse * tl.exp2(total - safe))
+        of_lse = tl.where(empty, 0.0, grad_lse * tl.exp2(total - safe))
+    if REFINES:
+        tl.store(refine_ptr + place, of_lse, mask=valid)
     tl.store(terms_ptr + place * 2, tl.where(empty, float("inf"), total), mask=valid)
-    tl.store(terms_ptr + place * 2 + 1, delta, mask=valid)
+    tl.store(terms_ptr + place * 2 + 1, delta - of_lse, mask=valid)
 
 
 def row_terms(
@@ -205,15 +210,18 @@ def row_terms(
     lse: torch.Tensor,
     grad_lse: torch.Tensor | None,
     sink: torch.Tensor | None,
-) -> torch.Tensor:
-    """What every backward pass needs per row, `(batch, heads, q_len, 2)`; `lse` and its gradient are in base 2.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What every backward pass needs per row; `lse` and its gradient are in base 2.
 
     Returns:
-        `torch.Tensor`: side by side, so that one load brings both: the log-sum-exp with sink in base 2, +inf for a row
-        without keys; and the term subtracted from each probability's gradient.
+        `(terms, refine)`: terms `(batch, heads, q_len, 2)`, side by side, so that one load brings both: the
+        log-sum-exp with sink in base 2, +inf for a row without keys; and the term subtracted from each probability's
+        gradient. In float32 also what the lse's gradient gave of the latter, `(batch, heads, q_len)`, for
+        `finish_dq` to refine both.
     """
     batch, heads, q_len, dim = output.shape
     terms = torch.empty((batch, heads, q_len, 2), dtype=torch.float32, device=output.device)
+    refine = torch.empty_like(lse) if output.dtype == torch.float32 else None
     block_dv = padded_dim(dim)
     with torch.cuda.device_of(output):
         _row_terms_kernel[(triton.cdiv(q_len, 64), batch * heads)](
@@ -223,6 +231,7 @@ def row_terms(
             grad_lse.contiguous() if grad_lse is not None else None,
             sink,
             terms,
+            refine,
             *output.stride(),
             *grad_output.stride(),
             heads,
@@ -232,10 +241,11 @@ def row_terms(
             BLOCK_M=64,
             HAS_SINK=sink is not None,
             HAS_GRAD_LSE=grad_lse is not None,
+            REFINES=refine is not None,
             num_warps=4,
             enable_fp_fusion=may_fuse(output),
         )
-    return terms
+    return terms, refine
 
 
 @triton.jit
