@@ -167,7 +167,7 @@ def _fit_gates(evidence: Evidence, values: SparseValues, figures: dict[str, floa
     logits[..., -1] = torch.logit(constant_gates(branches, values.weight, evidence.target, lower, upper)).to(sinks)
     values = replace(values, logits=logits)
     figures["error_constant"] = values.error(evidence)
-    logits = fit_gates(evidence.inputs, branches, values.weight, evidence.target, logits)
+    logits = fit_gates(evidence.inputs, branches, values.weight, evidence.target, logits, lower)
     values = replace(values, logits=logits)
     figures["error_gates"] = values.error(evidence)
     return values

@@ -7,6 +7,8 @@ Both fit the output projection's result Y of a layer by the gated outputs of its
 with W_h the columns of the output projection that belong to head h.
 """
 
+import math
+
 import torch
 
 
@@ -69,20 +71,27 @@ def gate_values(inputs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def fit_gates(
-    inputs: torch.Tensor, outputs: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, logits: torch.Tensor
+    inputs: torch.Tensor,
+    outputs: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    logits: torch.Tensor,
+    lower: torch.Tensor,
 ) -> torch.Tensor:
     """Let gates read the input: Gauss-Newton, one head of one branch at a time.
 
     For one gate the best coefficient of a position is its present value plus `<z, error> / |z|^2`. The logit that
-    gives it is approached with the sigmoid's slope s, each position weighted by `|z|^2 s^2`, under a ridge. A head
-    keeps its logits where the step does not lower the error.
+    gives it is approached with the sigmoid's slope s, each position weighted by `|z|^2 s^2`, under a ridge. Where a
+    step takes the mean of a gate below its bound, the bias is raised to the bound. A head keeps its logits where the
+    step does not lower the error.
 
     Args:
         inputs (`torch.Tensor`): `(positions, hidden)`, the layer's normalised input.
         outputs, weight, target (`torch.Tensor`): as in `constant_gates`.
         logits (`torch.Tensor`): `(branches, heads, hidden + 1)`, where to start; the last column is the bias.
+        lower (`torch.Tensor`): `(branches, heads)`, bounds of the gates' means, above 0; the start keeps them.
     Returns:
-        `torch.Tensor`: logits like those given.
+        `torch.Tensor`: logits like those given, which keep the bounds.
     """
     branches, heads, dim = outputs.shape[1:]
     logits = logits.clone()
@@ -105,12 +114,29 @@ def fit_gates(
                 wanted = agreement / (size + 1e-6 * size.mean()) / slope
                 wanted = wanted.clamp(-LARGEST_CHANGE, LARGEST_CHANGE)
                 moved = logits[branch, head] + GAUSS_NEWTON_STEP * regression.solve(wanted, size * slope.square())
-                change = torch.sigmoid(extended @ moved) - gate
+                proposed = extended @ moved
+                rise = rise_to_mean(proposed, lower[branch, head].item())
+                moved[-1] += rise
+                change = torch.sigmoid(proposed + rise) - gate
                 if (change * (2 * agreement - change * size)).sum() > 0:
                     logits[branch, head] = moved
                     gates[:, branch, head] += change
                     error -= (change[:, None] * output) @ columns.T
     return logits
+
+
+def rise_to_mean(logits: torch.Tensor, lowest: float) -> float:
+    """The smallest rise of `logits` `(n,)` from 0 on, to about 1e-6, with which their sigmoids' mean is `lowest`."""
+    if torch.sigmoid(logits).mean() >= lowest:
+        return 0.0
+    low, high = 0.0, math.log(lowest / (1 - lowest)) - logits.min().item()
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        if torch.sigmoid(logits + middle).mean() >= lowest:
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 class RidgeRegression:

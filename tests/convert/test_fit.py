@@ -12,7 +12,7 @@ from hysparse_hf import HySparseForCausalLM, convert
 from hysparse_hf.conversion.calibration import calibration_for
 from hysparse_hf.conversion.damage import DamagePass
 from hysparse_hf.conversion.faults import sha256_of_tensor
-from hysparse_hf.conversion.fit import FittingPass, naive_value
+from hysparse_hf.conversion.fit import LOWEST_GATES, FittingPass, naive_value
 from hysparse_hf.conversion.job import Job, Options
 from hysparse_hf.conversion.sinks import HeadSums, fit_local_sink
 from hysparse_hf.conversion.source import open_source
@@ -144,6 +144,21 @@ def test_written_layer_makes_the_error_that_the_fit_says(make_source, tmp_path, 
     assert [name for name in figures if name.startswith("error_") and "with" not in name] == steps
     assert [figures[name] for name in steps] == sorted((figures[name] for name in steps), reverse=True)
     assert error.item() == pytest.approx(figures[steps[-1]], abs=2e-4)
+
+
+def test_fitted_global_gates_are_open_far_enough_to_learn(make_source, tmp_path):
+    """Layer 1 follows a full layer, so its input is the teacher's: no head's gate is below the bound in the mean."""
+    source, _ = make_source()
+    ids = calibration_ids(windows=8)
+    convert(source, tmp_path / "out", plan="regular", calibrate=ids, **SETTINGS)
+    student = HySparseForCausalLM.from_pretrained(tmp_path / "out")
+    logits = []
+    gate = student.model.layers[1].self_attn.gate_global_proj
+    gate.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    student(ids)
+    means = torch.sigmoid(logits[0]).unflatten(-1, (4, 24)).mean((0, 1, 3))
+    assert (means > LOWEST_GATES[0] - 1e-4).all(), means
+    assert torch.isclose(means.min(), torch.tensor(LOWEST_GATES[0]), atol=1e-3), "no gate is held by the bound"
 
 
 def test_output_projections_keep_the_source_values_under_too_little_text(make_source, tmp_path, caplog):

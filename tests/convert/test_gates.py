@@ -11,10 +11,13 @@ from hysparse_hf.conversion.gates import (
     constant_gates,
     fit_gates,
     gate_values,
+    rise_to_mean,
 )
 
 
 POSITIONS, BRANCHES, HEADS, DIM, HIDDEN = 600, 2, 3, 4, 10
+# So low that no gate of these tests comes near.
+UNBOUND = torch.full((BRANCHES, HEADS), 1e-6)
 
 
 @pytest.fixture
@@ -89,10 +92,10 @@ def test_gates_that_read_the_input_are_found(layer):
     target = projected(outputs, gate_values(inputs, planted), weight)
     constants = constant_gates(outputs, weight, target, torch.full((2, 3), 0.02), torch.full((2, 3), 0.98))
     start = constant_logits(constants.float())
-    found = fit_gates(inputs, outputs, weight, target, start)
+    found = fit_gates(inputs, outputs, weight, target, start, UNBOUND)
     assert error(layer, target, found) < 0.03 * error(layer, target, start)
     assert (found - planted).abs().mean() < 0.25 * (start - planted).abs().mean()
-    assert torch.equal(found, fit_gates(inputs, outputs, weight, target, start))
+    assert torch.equal(found, fit_gates(inputs, outputs, weight, target, start, UNBOUND))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
@@ -101,16 +104,41 @@ def test_no_target_makes_gates_worse(layer, scale):
     inputs, outputs, weight = layer
     target = scale * torch.randn(POSITIONS, HIDDEN, generator=torch.Generator().manual_seed(3))
     start = constant_logits(torch.full((BRANCHES, HEADS), 0.5))
-    found = fit_gates(inputs, outputs, weight, target, start)
+    found = fit_gates(inputs, outputs, weight, target, start, UNBOUND)
     assert found.isfinite().all()
     assert error(layer, target, found) < error(layer, target, start)
+
+
+def test_means_keep_their_bounds(layer):
+    """The target holds nothing of the first branch: free gates close, bound ones stay open and still improve."""
+    inputs, outputs, weight = layer
+    planted = constant_logits(torch.tensor([[1e-6] * HEADS, [0.5] * HEADS]))
+    planted[1, :, :-1] = 0.4 * torch.randn(HEADS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    target = projected(outputs, gate_values(inputs, planted), weight)
+    start = constant_logits(torch.tensor([[0.05, 0.1, 0.2], [0.5] * HEADS]))
+    lower = torch.tensor([[0.05, 0.1, 0.15], [0.02] * HEADS])
+    free, bound = (fit_gates(inputs, outputs, weight, target, start, bounds) for bounds in (UNBOUND, lower))
+    assert (gate_values(inputs, free).mean(0)[0] < lower[0] / 2).all()
+    means = gate_values(inputs, bound).mean(0)
+    assert (means > lower - 1e-4).all()
+    assert torch.allclose(means[0], lower[0], atol=1e-3)
+    assert error(layer, target, free) < error(layer, target, bound) < error(layer, target, start)
+
+
+@pytest.mark.parametrize("lowest", [0.02, 0.5, 0.9])
+def test_rise_takes_the_mean_to_the_bound_and_not_further(lowest):
+    logits = 3 * torch.randn(500, generator=torch.Generator().manual_seed(0)) - 9
+    rise = rise_to_mean(logits, lowest)
+    assert torch.sigmoid(logits + rise).mean().item() == pytest.approx(lowest, abs=1e-5)
+    assert rise > 0
+    assert rise_to_mean(logits + rise + 0.1, lowest) == 0
 
 
 def test_branch_without_output_keeps_its_gates(layer):
     inputs, outputs, weight = layer
     outputs[:, 0] = 0
     start = constant_logits(torch.full((BRANCHES, HEADS), 0.4))
-    found = fit_gates(inputs, outputs, weight, torch.randn(POSITIONS, HIDDEN), start)
+    found = fit_gates(inputs, outputs, weight, torch.randn(POSITIONS, HIDDEN), start, UNBOUND)
     assert torch.equal(found[0], start[0])
     assert not torch.equal(found[1], start[1])
 
