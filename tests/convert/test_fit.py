@@ -12,7 +12,7 @@ from hysparse_hf import HySparseForCausalLM, convert
 from hysparse_hf.conversion.calibration import calibration_for
 from hysparse_hf.conversion.damage import DamagePass
 from hysparse_hf.conversion.faults import sha256_of_tensor
-from hysparse_hf.conversion.fit import LOWEST_GATES, FittingPass, naive_value
+from hysparse_hf.conversion.fit import FittingPass, naive_value
 from hysparse_hf.conversion.job import Job, Options
 from hysparse_hf.conversion.sinks import HeadSums, fit_local_sink
 from hysparse_hf.conversion.source import open_source
@@ -157,8 +157,8 @@ def test_fitted_global_gates_are_open_far_enough_to_learn(make_source, tmp_path)
     gate.register_forward_hook(lambda module, inputs, output: logits.append(output))
     student(ids)
     means = torch.sigmoid(logits[0]).unflatten(-1, (4, 24)).mean((0, 1, 3))
-    assert (means > LOWEST_GATES[0] - 1e-4).all(), means
-    assert torch.isclose(means.min(), torch.tensor(LOWEST_GATES[0]), atol=1e-3), "no gate is held by the bound"
+    assert (means > 0.05 - 1e-4).all(), means
+    assert means.min() < 0.05 + 1e-3, "no gate is held by the bound"
 
 
 def test_output_projections_keep_the_source_values_under_too_little_text(make_source, tmp_path, caplog):
