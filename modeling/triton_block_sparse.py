@@ -39,12 +39,14 @@ from .triton_common import (
     tl,
     triton,
 )
+from .triton_decode_common import takes_decode
+from .triton_decode_sparse import decode_blocks
 from .triton_selection_layouts import SelectionLayouts, inverse_lists, most_tile_queries, tile_unions
 
 
 # (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N at most, warps, stages).
 # Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-29; the others only keep within a card's memory.
-_LAUNCH = {
+LAUNCH = {
     (2, 128): (64, 64, 4, 3),
     (2, 256): (64, 64, 4, 2),
     (4, 128): (32, 32, 4, 2),
@@ -225,7 +227,7 @@ def _block_sparse_forward(
     group = heads // kv_heads
     output = new_output(query, v_dim)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
-    _, block_n, warps, stages = launch_sizes(_LAUNCH, query, value)
+    _, block_n, warps, stages = launch_sizes(LAUNCH, query, value)
     block_n = min(block_n, block_size)
     tile_q = starts.shape[2] // indices.shape[3]
     block_m = max(16, triton.next_power_of_2(tile_q * group))
@@ -352,12 +354,29 @@ def selection_layouts(
     block_size: int,
     rows: Rows,
     for_backward: bool,
-) -> SelectionLayouts:
-    """Build what the kernels read in place of `indices`; layers of equal shapes that reuse a selection share it.
+) -> SelectionLayouts | None:
+    """What the kernels read in place of `indices`, for layers of equal shapes that share a selection.
+
+    None where few queries go to kernels that read the indices themselves.
 
     Raises:
         NotImplementedError: a block size, a length or a mask that the kernels do not take.
     """
+    options = {"block_size": block_size, "rows": rows, "for_backward": for_backward}
+    return None if takes_decode(query, key, value) else new_layouts(query, key, value, indices, **options)
+
+
+def new_layouts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    block_size: int,
+    rows: Rows,
+    for_backward: bool,
+) -> SelectionLayouts:
+    """Build what the kernels for many queries read in place of `indices`; errors as in `selection_layouts`."""
     check_block_size(block_size)
     if key.shape[2] > 2**26 or rows.visibility is not None or rows.query_columns is not None:
         raise NotImplementedError(
@@ -366,7 +385,7 @@ def selection_layouts(
         )
     indices = as_choices(indices)
     kv_len = key.shape[2]
-    most_m = launch_sizes(_LAUNCH, query, value)[0]
+    most_m = launch_sizes(LAUNCH, query, value)[0]
     group = query.shape[1] // key.shape[1]
     _, tile_q = tile_rows(query.shape[2], group, most_m, most_tile_queries(indices.shape[3]))
     unions = tile_unions(indices, rows.query_start, rows.first_key, tile_q, block_size, kv_len)
@@ -398,14 +417,17 @@ def block_sparse_attention(
     """Softmax over the selected blocks: `(output, lse, None)`; lse excludes the sink.
 
     Args:
-        layouts (`SelectionLayouts`, *optional*): of these `indices`, from `selection_layouts`; built here otherwise.
+        layouts (`SelectionLayouts`, *optional*): of these `indices`; built here otherwise.
     Raises:
         NotImplementedError: the reference can do it and this cannot.
     """
     check_supported(query, key, value, scaling=scaling, rows=rows, return_weights=return_weights)
+    if takes_decode(query, key, value, sink):
+        check_block_size(block_size)
+        choices = as_choices(indices)
+        return decode_blocks(query, key, value, choices, sink, block_size=block_size, scaling=scaling, rows=rows)
     if layouts is None:
-        layouts = selection_layouts(query, key, value, indices, block_size=block_size, rows=rows, for_backward=False)
-    indices = as_choices(indices)
+        layouts = new_layouts(query, key, value, indices, block_size=block_size, rows=rows, for_backward=False)
     output, lse = _block_sparse_forward(
         query,
         key,

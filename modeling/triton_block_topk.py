@@ -22,6 +22,44 @@ _PROGRAM_SCORES = 8192
 
 
 @triton.jit
+def store_highest(score, visible, row_ptrs, valid, n_selected, SELECTED: tl.constexpr):
+    """Store the ids of each row's highest visible scores at `row_ptrs`: ascending, ties to the lower id, then -1."""
+    ROWS: tl.constexpr = score.shape[0]
+    ids = tl.arange(0, score.shape[1])
+    # Both zeros are one value, as they are to a comparison of floats.
+    score = tl.where(score == 0.0, 0.0, score)
+    key = score.to(tl.int32, bitcast=True)
+    key = tl.where(key < 0, key ^ _HIGHEST_KEY, key)
+    key = tl.where(visible, key, _LOWEST_KEY)
+
+    low = tl.min(tl.where(visible, key, _HIGHEST_KEY), 1)
+    high = tl.max(key, 1)
+    high = tl.where(tl.sum(visible.to(tl.int32), 1) <= n_selected, low, high)
+    while tl.max((low < high).to(tl.int32), 0) > 0:
+        middle = (low | high) - ((low ^ high) >> 1)
+        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
+        is_open = low < high
+        low = tl.where(is_open & (count >= n_selected), middle, low)
+        # Exactly enough at or above: no finer cut would choose otherwise.
+        high = tl.where(is_open & (count == n_selected), middle, high)
+        high = tl.where(is_open & (count < n_selected), middle - 1, high)
+
+    chosen = visible & (key >= low[:, None])
+    if tl.max(tl.sum(chosen.to(tl.int32), 1), 0) > n_selected:
+        above = visible & (key > low[:, None])
+        equal = visible & (key == low[:, None])
+        room = n_selected - tl.sum(above.to(tl.int32), 1)
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= room[:, None]))
+    slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    tl.store(row_ptrs[:, None] + slot, ids[None, :] + tl.zeros_like(slot), mask=chosen)
+    slots = tl.arange(0, SELECTED)
+    missing = (slots[None, :] >= tl.sum(chosen.to(tl.int32), 1)[:, None]) & (slots < n_selected)[None, :]
+    tl.store(
+        row_ptrs[:, None] + slots[None, :], tl.full((ROWS, SELECTED), -1, tl.int32), mask=missing & valid[:, None]
+    )
+
+
+@triton.jit
 def _block_topk_kernel(
     scores_ptr,
     lse_ptr,
@@ -79,36 +117,8 @@ def _block_topk_kernel(
         score = score + tl.log2(mass) - log_group
     forced = (ids[None, :] < forced_first) | (ids[None, :] > last[:, None] - forced_local)
     score = tl.where(forced, float("inf"), score)
-    # Both zeros are one value, as they are to a comparison of floats.
-    score = tl.where(score == 0.0, 0.0, score)
-    key = score.to(tl.int32, bitcast=True)
-    key = tl.where(key < 0, key ^ _HIGHEST_KEY, key)
-    key = tl.where(visible, key, _LOWEST_KEY)
-
-    low = tl.min(tl.where(visible, key, _HIGHEST_KEY), 1)
-    high = tl.max(key, 1)
-    high = tl.where(tl.sum(visible.to(tl.int32), 1) <= n_selected, low, high)
-    while tl.max((low < high).to(tl.int32), 0) > 0:
-        middle = (low | high) - ((low ^ high) >> 1)
-        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
-        is_open = low < high
-        low = tl.where(is_open & (count >= n_selected), middle, low)
-        # Exactly enough at or above: no finer cut would choose otherwise.
-        high = tl.where(is_open & (count == n_selected), middle, high)
-        high = tl.where(is_open & (count < n_selected), middle - 1, high)
-
-    chosen = visible & (key >= low[:, None])
-    if tl.max(tl.sum(chosen.to(tl.int32), 1), 0) > n_selected:
-        above = visible & (key > low[:, None])
-        equal = visible & (key == low[:, None])
-        room = n_selected - tl.sum(above.to(tl.int32), 1)
-        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= room[:, None]))
-    slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
-    base = indices_ptr + (row.to(tl.int64) * q_len + steps) * n_selected
-    tl.store(base[:, None] + slot, ids[None, :] + tl.zeros_like(slot), mask=chosen)
-    slots = tl.arange(0, SELECTED)
-    missing = (slots[None, :] >= tl.sum(chosen.to(tl.int32), 1)[:, None]) & (slots < n_selected)[None, :]
-    tl.store(base[:, None] + slots[None, :], tl.full((QUERIES, SELECTED), -1, tl.int32), mask=missing & valid[:, None])
+    row_ptrs = indices_ptr + (row.to(tl.int64) * q_len + steps) * n_selected
+    store_highest(score, visible, row_ptrs, valid, n_selected, SELECTED)
 
 
 def block_topk(

@@ -47,13 +47,13 @@ from .triton_decode_full import decode_full_attention
 # (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N at most, warps, stages), without and with
 # scores, whose storing synchronises the warps of a program. Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-30; the
 # others only keep within a card's memory.
-_LAUNCH = {
+LAUNCH = {
     (2, 128): (128, 128, 8, 3),
     (2, 256): (64, 64, 4, 2),
     (4, 128): (32, 32, 4, 2),
     (4, 256): (32, 32, 4, 1),
 }
-_LAUNCH_SCORES = {**_LAUNCH, (2, 128): (64, 64, 4, 3)}
+LAUNCH_SCORES = {**LAUNCH, (2, 128): (64, 64, 4, 3)}
 
 # Upper bound of the block scores held at once.
 SCRATCH_BYTES = 512 * 1024 * 1024
@@ -223,7 +223,7 @@ def _full_attention_forward(
     output = new_output(query, v_dim)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
     indices = torch.empty((batch, kv_heads, q_len, n_selected), dtype=torch.int32, device=query.device)
-    table = _LAUNCH_SCORES if n_selected else _LAUNCH
+    table = LAUNCH_SCORES if n_selected else LAUNCH
     most_m, most_n, warps, stages = launch_sizes(table, query, value)
     block_m, tile_q = tile_rows(q_len, group, most_m)
     block_n = min(most_n, block_size) if n_selected else most_n

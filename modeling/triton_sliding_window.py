@@ -36,11 +36,13 @@ from .triton_common import (
     tl,
     triton,
 )
+from .triton_decode_common import takes_decode
+from .triton_decode_sparse import decode_window
 
 
 # (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N, warps, stages).
 # Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-29; the others only keep within a card's memory.
-_LAUNCH = {
+LAUNCH = {
     (2, 128): (64, 32, 4, 2),
     (2, 256): (64, 64, 4, 2),
     (4, 128): (32, 32, 4, 2),
@@ -187,7 +189,7 @@ def _sliding_window_forward(
     kv_heads, kv_len, v_dim = value.shape[1:]
     output = new_output(query, v_dim)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
-    most_m, block_n, warps, stages = launch_sizes(_LAUNCH, query, value)
+    most_m, block_n, warps, stages = launch_sizes(LAUNCH, query, value)
     block_m, tile_q = tile_rows(q_len, heads // kv_heads, most_m)
     with torch.cuda.device_of(query):
         _sliding_window_fwd_kernel[(triton.cdiv(q_len, tile_q), batch * kv_heads)](
@@ -297,6 +299,8 @@ def sliding_window_attention(
     check_supported(query, key, value, scaling=scaling, rows=rows, return_weights=return_weights)
     # A wider window changes nothing, and the kernel's arithmetic on columns stays far from the ends of int32.
     window = min(window, key.shape[2])
+    if takes_decode(query, key, value, sink):
+        return decode_window(query, key, value, sink, window=window, scaling=scaling, rows=rows)
     output, lse = _sliding_window_forward(
         query, key, value, sink, rows.query_start, rows.first_key, window, float(scaling)
     )

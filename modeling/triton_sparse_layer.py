@@ -12,11 +12,12 @@ import torch
 
 from .rows_hysparse import Rows
 from .triton_band_backward import band_backward
-from .triton_block_sparse import as_choices, attend_blocks, selection_layouts
+from .triton_block_sparse import as_choices, attend_blocks, new_layouts
 from .triton_block_sparse_backward import block_sparse_backward
 from .triton_common import (
     LOG2E,
     OP_NAMESPACE,
+    check_block_size,
     check_supported,
     finish_softmax,
     key_descriptor,
@@ -33,6 +34,8 @@ from .triton_common import (
     tl,
     triton,
 )
+from .triton_decode_common import takes_decode
+from .triton_decode_sparse import decode_sparse_layer
 from .triton_gates import gate_value, gates_backward, load_gate, named_strides
 from .triton_selection_layouts import SelectionLayouts, inverse_lists
 from .triton_sliding_window import attend_window
@@ -41,7 +44,7 @@ from .triton_sliding_window import attend_window
 # (bytes per element, padded head dimension at most) -> for the blocks (BLOCK_N at most, warps, stages), for the window
 # (BLOCK_N, stages); the rows are those of the layout's tiles. Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-30; the
 # others only keep within a card's memory.
-_LAUNCH = {
+LAUNCH = {
     (2, 128): (64, 4, 3, 64, 2),
     (2, 256): (64, 4, 2, 32, 2),
     (4, 128): (32, 4, 2, 32, 1),
@@ -254,7 +257,7 @@ def _sparse_layer_forward(
     group = heads // kv_heads
     output = new_output(query, v_dim)
     kept = _branch_results(query, v_dim, keep)
-    block_n, warps, stages, window_n, window_stages = launch_sizes(_LAUNCH, query, value)
+    block_n, warps, stages, window_n, window_stages = launch_sizes(LAUNCH, query, value)
     block_n = min(block_n, block_size)
     tile_q = starts.shape[2] // indices.shape[3]
     near = row_arguments(window_start, window_first, batch, q_len)
@@ -478,10 +481,25 @@ def sparse_layer_attention(
             f"{query.dtype} with {key.shape[1]} and {window_query.dtype} with {window_key.shape[1]}; "
             "use backend='reference'."
         )
-    if layouts is None:
-        layouts = selection_layouts(query, key, value, indices, block_size=block_size, rows=rows, for_backward=False)
     tensors = (query, key, value, window_query, window_key, window_value)
     optional = (gate_global, gate_local, sink_global, sink_local)
+    window = min(window, window_key.shape[2])
+    if takes_decode(*tensors, *optional):
+        check_block_size(block_size)
+        return decode_sparse_layer(
+            *tensors[:3],
+            as_choices(indices),
+            *tensors[3:],
+            optional[:2],
+            optional[2:],
+            block_size=block_size,
+            window=window,
+            scaling=scaling,
+            rows=rows,
+            window_rows=window_rows,
+        )
+    if layouts is None:
+        layouts = new_layouts(query, key, value, indices, block_size=block_size, rows=rows, for_backward=False)
     keep = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (*tensors, *optional))
     output, *_ = _sparse_layer_forward(
         query,
@@ -498,7 +516,7 @@ def sparse_layer_attention(
         window_rows.query_start,
         window_rows.first_key,
         block_size,
-        min(window, window_key.shape[2]),
+        window,
         float(scaling),
         keep,
     )

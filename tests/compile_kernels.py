@@ -67,27 +67,35 @@ def main(
     sink = torch.zeros(heads, requires_grad=True)
     indices = torch.zeros(1, kv_heads, q_len, 4, dtype=torch.int32)
     options = {"block_size": block_size, "backend": "triton"}
-    outputs = [
-        full_attention_with_oracle(query, key, value, n_selected=4, **options)[0],
-        full_attention_with_oracle(query, key, value, n_selected=0, **options)[0],
-        sliding_window_attention(query, key, value, window=128, sink=sink, backend="triton"),
-        block_sparse_attention(query, key, value, indices, sink=sink, **options),
-        sparse_layer_attention(
-            query,
-            key,
-            value,
-            indices,
-            query,
-            key,
-            value,
-            window=128,
-            sink_global=sink,
-            sink_local=sink,
-            **gates,
-            **options,
-        ),
-    ]
+
+    def every_operation(query, indices, gates) -> list[torch.Tensor]:
+        return [
+            full_attention_with_oracle(query, key, value, n_selected=4, **options)[0],
+            full_attention_with_oracle(query, key, value, n_selected=0, **options)[0],
+            sliding_window_attention(query, key, value, window=128, sink=sink, backend="triton"),
+            block_sparse_attention(query, key, value, indices, sink=sink, **options),
+            sparse_layer_attention(
+                query,
+                key,
+                value,
+                indices,
+                query,
+                key,
+                value,
+                window=128,
+                sink_global=sink,
+                sink_local=sink,
+                **gates,
+                **options,
+            ),
+        ]
+
+    outputs = every_operation(query, indices, gates)
     torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+    with torch.no_grad():
+        for few in (1, 16):
+            last_gates = {name: gate[:, :, :few] for name, gate in gates.items()}
+            every_operation(query[:, :, :few], indices[:, :, :few], last_gates)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ Without a card the kernels run in triton's interpreter: float32 and float16 only
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from helpers import assert_within_reference_error
+from hysparse_hf.modeling import reference_hysparse, selection_hysparse
 from hysparse_hf.modeling.rows_hysparse import Rows
 
 
@@ -84,3 +86,36 @@ def compare(kernel: Callable, reference: Callable, states: list[torch.Tensor]) -
     for name, *triple in zip(names, actual, low, exact, strict=False):
         assert_within_reference_error(*triple, name=name)
     return actual
+
+
+def assert_selection(indices: torch.Tensor, states: list[torch.Tensor], choose: Callable[..., torch.Tensor]) -> None:
+    """Every chosen block scores at least as much as every rejected one, within the rounding of the logits.
+
+    `choose(*states)` gives the reference's indices; it is called in float64.
+    """
+    recorded = []
+    original = selection_hysparse.select_blocks
+
+    def record(scores, *others, **more):
+        recorded.append(scores)
+        return original(scores, *others, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference_hysparse, "select_blocks", record)
+        exact = choose(*(tensor.double() for tensor in states))
+    scores = torch.cat([part.double() for part in _padded(recorded)], dim=2)
+    chosen = selection_hysparse.chosen_blocks(indices, scores.shape[-1])
+    expected = selection_hysparse.chosen_blocks(exact, scores.shape[-1])
+    assert torch.equal((indices >= 0).sum(-1), (exact >= 0).sum(-1))
+    valid = indices.masked_fill(indices < 0, torch.iinfo(torch.int32).max)
+    assert torch.equal(valid, valid.sort(-1).values), "ids must ascend, then -1"
+    # Forced blocks are chosen whatever they score: only where the two selections differ do the scores decide.
+    lost = scores.masked_fill(~(expected & ~chosen), float("-inf")).amax(-1)
+    won = scores.masked_fill(~(chosen & ~expected), float("inf")).amin(-1)
+    eps = torch.finfo(torch.float32).eps
+    assert (lost - won <= 64 * eps * scores.abs().masked_fill(scores.isinf(), 0).amax()).all()
+
+
+def _padded(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    width = max(part.shape[-1] for part in parts)
+    return [torch.nn.functional.pad(part, (0, width - part.shape[-1]), value=float("-inf")) for part in parts]

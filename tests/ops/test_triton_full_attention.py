@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICE, ROW_KINDS, compare, evaluate, make_states, on_device
+from kernel_checks import DEVICE, ROW_KINDS, assert_selection, compare, evaluate, make_states, on_device
 
-from hysparse_hf.modeling import selection_hysparse
 from hysparse_hf.modeling.attention_hysparse import full_attention_with_oracle
 from hysparse_hf.modeling.rows_hysparse import PLAIN_ROWS, Rows
 
@@ -14,12 +13,16 @@ pytest.importorskip("triton")
 from hysparse_hf.modeling import triton_full_attention
 
 
+def full(*states, rows, **options):
+    """The operation with this file's usual options."""
+    return full_attention_with_oracle(*states, rows=on_device(rows), **{"block_size": 16, "n_selected": 2, **options})
+
+
 def call(backend, rows=PLAIN_ROWS, kept=None, **options):
     """The operation as a function of its states; the indices go into `kept`."""
-    options = {"block_size": 16, "n_selected": 2, "rows": on_device(rows), **options}
 
     def attend(query, key, value):
-        output, lse, indices = full_attention_with_oracle(query, key, value, backend=backend, **options)
+        output, lse, indices = full(query, key, value, backend=backend, rows=rows, **options)
         if kept is not None:
             kept.append(indices)
         return output, lse
@@ -33,39 +36,8 @@ def check(states, rows=PLAIN_ROWS, **options):
     compare(call("triton", rows, kept, **options), call("reference", rows, **options), states)
     (indices,) = kept
     if options.get("n_selected", 2):
-        assert_selection(indices, states, rows, **options)
+        assert_selection(indices, states, lambda *exact: full(*exact, backend="reference", rows=rows, **options)[2])
     return indices
-
-
-def assert_selection(indices, states, rows, **options):
-    """Every chosen block scores at least as much as every rejected one, within the rounding of the logits."""
-    exact, recorded = [], []
-    original = selection_hysparse.select_blocks
-
-    def record(scores, *others, **more):
-        recorded.append(scores)
-        return original(scores, *others, **more)
-
-    module = __import__("hysparse_hf.modeling.reference_hysparse", fromlist=["select_blocks"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "select_blocks", record)
-        call("reference", rows, exact, **options)(*(states.double() for states in states))
-    scores = torch.cat([part.double() for part in _padded(recorded)], dim=2)
-    chosen = selection_hysparse.chosen_blocks(indices, scores.shape[-1])
-    expected = selection_hysparse.chosen_blocks(exact[0], scores.shape[-1])
-    assert torch.equal((indices >= 0).sum(-1), (exact[0] >= 0).sum(-1))
-    valid = indices.masked_fill(indices < 0, torch.iinfo(torch.int32).max)
-    assert torch.equal(valid, valid.sort(-1).values), "ids must ascend, then -1"
-    # Forced blocks are chosen whatever they score: only where the two selections differ do the scores decide.
-    lost = scores.masked_fill(~(expected & ~chosen), float("-inf")).amax(-1)
-    won = scores.masked_fill(~(chosen & ~expected), float("inf")).amin(-1)
-    eps = torch.finfo(torch.float32).eps
-    assert (lost - won <= 64 * eps * scores.abs().masked_fill(scores.isinf(), 0).amax()).all()
-
-
-def _padded(parts):
-    width = max(part.shape[-1] for part in parts)
-    return [torch.nn.functional.pad(part, (0, width - part.shape[-1]), value=float("-inf")) for part in parts]
 
 
 @pytest.mark.parametrize("length", [1, 15, 17, 129])
