@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hysparse_hf import HySparseForCausalLM, convert
-from hysparse_hf.conversion.passkey import make_passkeys, measure_retrieval
+from hysparse_hf.conversion.passkey import make_passkeys, make_shared_passkeys, measure_retrieval
 from hysparse_hf.conversion.quality import Predictions, compare_predictions, on_device, predict, record_of
 from hysparse_hf.conversion.source import open_source
 from hysparse_hf.conversion.texts import Text, read_texts
@@ -61,7 +61,12 @@ def retrieval(model: Any, arguments: argparse.Namespace, name: str) -> dict[str,
     if not arguments.needles:
         return {}
     tokenizer = open_source(arguments.source).load_tokenizer()
-    passkeys = make_passkeys(tokenizer, arguments.needles, arguments.needle_length)
+    shared = arguments.needles_per_text
+    passkeys = (
+        make_shared_passkeys(tokenizer, arguments.needles // shared, shared, arguments.needle_length)
+        if shared
+        else make_passkeys(tokenizer, arguments.needles, arguments.needle_length)
+    )
     return {"needles": measure_retrieval(model, passkeys, name)}
 
 
@@ -90,6 +95,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--needles", type=int, default=0)
     parser.add_argument("--needle-length", type=int, default=1024)
+    parser.add_argument("--needles-per-text", type=int, default=0, help="questions about one text; 0: texts with one")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     source = open_source(arguments.source)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hysparse_hf import HySparseForCausalLM
-from hysparse_hf.conversion.passkey import make_passkeys, measure_retrieval
+from hysparse_hf.conversion.passkey import make_passkeys, make_shared_passkeys, measure_retrieval
 
 
 def test_every_sample_hides_one_number_and_asks_for_it(letters):
@@ -29,6 +29,27 @@ def test_samples_are_repeatable_and_cover_the_text(letters):
     assert depths == sorted(depths)
     assert depths[0] < 0.25 < 0.75 < depths[-1]
     assert all(torch.equal(b.prefix[: len(a.prefix)], a.prefix) for a, b in zip(first, first[1:], strict=False))
+
+
+def test_shared_texts_hold_every_number_that_is_asked_for(letters):
+    samples = make_shared_passkeys(letters, 3, 4, 900)
+    assert len(samples) == 12
+    texts = [letters.decode(sample.prefix) for sample in samples]
+    assert texts == [texts[i] for i in (0, 4, 8) for _ in range(4)]
+    assert len(set(texts)) == 3
+    for sample, text in zip(samples, texts, strict=True):
+        name = letters.decode(sample.rest).removeprefix("Remember: ").strip()
+        number = letters.decode(sample.answer).strip()
+        assert text.count(f"Remember: {name} {number}, {name} {number}.\n") == text.count(name + " ") / 2 == 1
+        assert 900 - 200 < sum(map(len, sample)) <= 900
+    depths = [text.index("Remember: " + letters.decode(s.rest)[10:]) for s, text in zip(samples, texts, strict=True)]
+    assert all(depths[i : i + 4] == sorted(depths[i : i + 4]) for i in (0, 4, 8))
+    assert depths[0] < 900 / 4 < 900 * 3 / 4 < depths[3]
+
+
+def test_shared_texts_have_as_many_secrets_as_names(letters):
+    with pytest.raises(ValueError, match="between 1 and 20"):
+        make_shared_passkeys(letters, 1, 21, 4000)
 
 
 def test_a_length_without_room_is_refused(letters):
@@ -56,7 +77,8 @@ def test_retrieval_is_that_of_greedy_decoding(make_source, convert_naive, letter
     source, _ = make_source(max_position_embeddings=1024, num_hidden_layers=3)
     model = HySparseForCausalLM.from_pretrained(convert_naive(source, block_size=16, budget=64)).eval()
     samples = []
-    for number, sample in enumerate(make_passkeys(letters, 4, 400)):
+    # A text of its own for each of the first, then two of one text.
+    for number, sample in enumerate([*make_passkeys(letters, 2, 400), *make_shared_passkeys(letters, 1, 2, 400)]):
         ids = torch.cat([sample.prefix, sample.rest])
         for _ in range(len(sample.answer)):
             ids = torch.cat([ids, model(ids[None], use_cache=False).logits[0, -1:].argmax(-1)])
