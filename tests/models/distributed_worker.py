@@ -4,6 +4,7 @@ The processes meet through a file in `FOLDER` and leave what they saw there as `
 in `test_distributed.py` read them. Starting processes costs more than all the checks, so one pair runs them all.
 """
 
+import functools
 import json
 import os
 import sys
@@ -17,12 +18,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.tiny import SWITCHES, draw_ids, tiny_model  # noqa: E402 - after the path to it
+from models import tiny, tiny2  # noqa: E402 - after the path to them
+from models.tiny import draw_ids  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
-
-from hysparse_hf import HySparseForCausalLM  # noqa: E402
 
 
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
@@ -52,46 +53,47 @@ def compared(model, expected):
     return {"missing": [name for name in found if found[name] is None], "worst": max(distances.values())}
 
 
-def trained_alone(ids=IDS, **switches):
+def trained_alone(generation):
     """A model after one backward pass in this process alone over all the rows."""
-    model = tiny_model(torch.float64, **switches).train()
-    model(ids, labels=ids).loss.backward()
+    model = generation.tiny_model(torch.float64).train()
+    model(IDS, labels=IDS).loss.backward()
     return model
 
 
-def saved(name, **switches):
+def saved(generation, name, **switches):
     """A model and the folder it was saved in, once for both ranks."""
-    model = tiny_model(torch.float64, **switches)
+    model = generation.tiny_model(torch.float64, **switches)
+    folder = FOLDER / f"{model.config.model_type}-{name}"
     if RANK == 0:
-        model.save_pretrained(FOLDER / name)
+        model.save_pretrained(folder)
     dist.barrier()
-    return model, FOLDER / name
+    return model, folder
 
 
-def data_parallel(checkpointing):
-    model = tiny_model(torch.float64).train()
+def data_parallel(generation, checkpointing):
+    model = generation.tiny_model(torch.float64).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
     # Named, because its hooks work only as long as it lives.
     parallel = DistributedDataParallel(model)
     parallel(OWN, labels=OWN).loss.backward()
-    return compared(model, trained_alone())
+    return compared(model, trained_alone(generation))
 
 
-def fully_sharded(reentrant):
-    model = tiny_model(torch.float64).train()
+def fully_sharded(generation, reentrant):
+    model = generation.tiny_model(torch.float64).train()
     if reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     model(OWN, labels=OWN).loss.backward()
-    return compared(model, trained_alone())
+    return compared(model, trained_alone(generation))
 
 
-def sharded_by_the_library():
-    expected, folder = saved("sharded")
-    model = HySparseForCausalLM.from_pretrained(
+def sharded_by_the_library(generation):
+    expected, folder = saved(generation, "sharded")
+    model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, distributed_config=DistributedConfig(fsdp_size=2)
     )
     model(OWN, labels=OWN).loss.backward()
@@ -99,40 +101,40 @@ def sharded_by_the_library():
     return compared(model, expected)
 
 
-def sharded_in_mixed_precision():
+def sharded_in_mixed_precision(generation):
     """The library's policy casts parameters and inputs to bfloat16: what a bfloat16 model computes."""
-    _, folder = saved("mixed", initializer_range=0.05)
+    _, folder = saved(generation, "mixed", initializer_range=0.05)
     settings = DistributedConfig(fsdp_size=2, fsdp_mixed_precision=True)
-    model = HySparseForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=settings).train()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=settings).train()
     output = model(OWN, labels=OWN, use_cache=False)
     output.loss.backward()
-    low = HySparseForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    low = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     return {
         "equal": torch.equal(output.logits, low(OWN, use_cache=False).logits),
         "dtypes": sorted({str(parameter.grad.dtype) for parameter in model.parameters()}),
     }
 
 
-def tensor_parallel(name, **switches):
-    expected, folder = saved(name, vocab_size=62, **switches)
+def tensor_parallel(generation, name, **switches):
+    expected, folder = saved(generation, name, vocab_size=62, **switches)
     # The library's fused experts have no float64.
     options = {"dtype": torch.float64, "experts_implementation": "eager"}
     expected.set_experts_implementation("eager")
     settings = DistributedConfig(tp_size=2, tp_plan="auto")
-    model = HySparseForCausalLM.from_pretrained(folder, distributed_config=settings, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=settings, **options)
     with torch.no_grad():
-        parallel = model(IDS, output_selected_indices=True)
-        alone = expected(IDS, output_selected_indices=True)
+        parallel, alone = (m(IDS, output_selected_indices=True) for m in (model, expected))
+        last = [m(IDS, logits_to_keep=1).logits for m in (model, expected)]
     per_rank = [indices.chunk(2, dim=1)[RANK] for indices in alone.selected_indices]
     tokens = [m.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0) for m in (model, expected)]
     model(IDS, labels=IDS).loss.backward()
     expected(IDS, labels=IDS).loss.backward()
-    model.save_pretrained(FOLDER / f"{name}-again")
+    model.save_pretrained(folder / "again")
     dist.barrier()
-    again = HySparseForCausalLM.from_pretrained(FOLDER / f"{name}-again", dtype=torch.float64).state_dict()
+    again = AutoModelForCausalLM.from_pretrained(folder / "again", dtype=torch.float64).state_dict()
     return {
         **compared(model, expected),
-        "logits": (parallel.logits - alone.logits).abs().max().item(),
+        "logits": max((one - other).abs().max().item() for one, other in (last, (parallel.logits, alone.logits))),
         "own_groups": all(map(torch.equal, parallel.selected_indices, per_rank)),
         "tokens": torch.equal(*tokens),
         "saved": all(torch.equal(again[key], value) for key, value in expected.state_dict().items()),
@@ -140,29 +142,47 @@ def tensor_parallel(name, **switches):
     }
 
 
-def one_kv_head_on_two_ranks():
-    _, folder = saved("one-kv-head", num_key_value_heads=1)
+def one_kv_head_on_two_ranks(generation):
+    _, folder = saved(generation, "one-kv-head", num_key_value_heads=1)
     try:
-        HySparseForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"))
+        AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"))
     except ValueError as error:
         return {"error": str(error)}
     return {"error": None}
 
 
+# Of both generations.
 CHECKS = {
-    "ddp": lambda: data_parallel(checkpointing=False),
-    "ddp-checkpointing": lambda: data_parallel(checkpointing=True),
-    "fsdp2": lambda: fully_sharded(reentrant=None),
-    "fsdp2-reentrant": lambda: fully_sharded(reentrant=True),
-    "fsdp2-not-reentrant": lambda: fully_sharded(reentrant=False),
+    "ddp": functools.partial(data_parallel, checkpointing=False),
+    "ddp-checkpointing": functools.partial(data_parallel, checkpointing=True),
+    "fsdp2": functools.partial(fully_sharded, reentrant=None),
+    "fsdp2-reentrant": functools.partial(fully_sharded, reentrant=True),
+    "fsdp2-not-reentrant": functools.partial(fully_sharded, reentrant=False),
     "fsdp2-library": sharded_by_the_library,
     "fsdp2-mixed-precision": sharded_in_mixed_precision,
-    "tp-wide_values": lambda: tensor_parallel("wide_values", tie_word_embeddings=True, **SWITCHES["wide_values"]),
-    "tp-window_layers": lambda: tensor_parallel("window_layers", **SWITCHES["window_layers"]),
-    "tp-headwise_full_gate": lambda: tensor_parallel("headwise_full_gate", **SWITCHES["headwise_full_gate"]),
-    "tp-experts": lambda: tensor_parallel("experts", **EXPERTS),
     "tp-one-kv-head": one_kv_head_on_two_ranks,
 }
+WIDE = {"v_head_dim": 40, "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": True}
+TENSOR_PARALLEL = {
+    (tiny, "wide_values"): WIDE,
+    (tiny, "window_layers"): tiny.SWITCHES["window_layers"],
+    (tiny, "headwise_full_gate"): tiny.SWITCHES["headwise_full_gate"],
+    (tiny, "experts"): EXPERTS,
+    (tiny2, "wide_values"): WIDE,
+    (tiny2, "two_bridges"): tiny2.SWITCHES["two_bridges"],
+    (tiny2, "own_kv"): tiny2.SWITCHES["own_kv"],
+    (tiny2, "experts"): EXPERTS,
+}
+
+
+def checks():
+    """What to run for each generation, by its name."""
+    for generation, label in ((tiny, "T1"), (tiny2, "T2")):
+        for name, check in CHECKS.items():
+            yield f"{label}-{name}", functools.partial(check, generation)
+        for (of, name), switches in TENSOR_PARALLEL.items():
+            if of is generation:
+                yield f"{label}-tp-{name}", functools.partial(tensor_parallel, generation, name, **switches)
 
 
 def main():
@@ -172,7 +192,7 @@ def main():
     meeting = f"file://{FOLDER / 'meeting'}"
     dist.init_process_group("gloo", init_method=meeting, rank=RANK, world_size=2, timeout=timedelta(seconds=60))
     results = {}
-    for name, check in CHECKS.items():
+    for name, check in checks():
         try:
             results[name] = check()
         except Exception:

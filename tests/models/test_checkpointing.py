@@ -5,7 +5,8 @@ import warnings
 
 import pytest
 import torch
-from models.tiny import SWITCHES, draw_ids, tiny_model
+from models.generations import both_generations, over_settings
+from models.tiny import draw_ids, tiny_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -31,12 +32,13 @@ def gradients(model):
 
 
 class TestCheckpointing:
-    SETTINGS = ("default", "merged_own", "shared_window", "own_oracle", "own_kv", "window_layers")
-
     @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-    @pytest.mark.parametrize("switches", SETTINGS)
-    def test_loss_and_gradients_are_those_without_B02(self, switches, reentrant):
-        model = tiny_model(torch.float64, **SWITCHES[switches]).train()
+    @over_settings(
+        ("default", "merged_own", "shared_window", "own_oracle", "own_kv", "window_layers"),
+        ("default", "two_bridges", "own_kv", "residual", "branch", "yoco_baseline"),
+    )
+    def test_loss_and_gradients_are_those_without_B02(self, generation, switch, reentrant):
+        model = generation.tiny_model(torch.float64, **generation.MODELS[switch]).train()
         ids, labels = labelled()
         mask = torch.ones_like(ids)
         mask[0, :4] = 0
@@ -53,23 +55,26 @@ class TestCheckpointing:
             if grad is not None:
                 torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
-    def test_layers_are_really_replayed(self):
-        model = tiny_model().train()
+    @both_generations
+    def test_layers_are_really_replayed(self, generation):
+        model = generation.tiny_model().train()
         calls = []
         model.model.layers[1].input_layernorm.register_forward_hook(lambda *args: calls.append(1))
         model.gradient_checkpointing_enable()
         model(ROW, labels=ROW).loss.backward()
         assert len(calls) == 2
 
-    def test_no_cache_is_made_F05(self):
-        model = tiny_model().train()
+    @both_generations
+    def test_no_cache_is_made_F05(self, generation):
+        model = generation.tiny_model().train()
         model.gradient_checkpointing_enable()
         assert cache_of(model(ROW, labels=ROW, use_cache=True)) is None
 
+    @both_generations
     @pytest.mark.parametrize("implementation", CheckpointImpl, ids=lambda choice: choice.name)
-    def test_wrapped_layers_are_replayed_without_a_cache_F05(self, implementation):
+    def test_wrapped_layers_are_replayed_without_a_cache_F05(self, generation, implementation):
         # As accelerate does it: the model does not know, and its configuration asks for a cache.
-        model = tiny_model(torch.float64).train()
+        model = generation.tiny_model(torch.float64).train()
         ids, labels = labelled()
         model(ids, labels=labels).loss.backward()
         expected = gradients(model)
@@ -85,15 +90,17 @@ class TestCheckpointing:
         for name, grad in gradients(model).items():
             assert torch.equal(grad, expected[name.replace("_checkpoint_wrapped_module.", "")]), name
 
-    def test_a_training_step_makes_a_cache_only_when_asked(self):
-        model = tiny_model().train()
+    @both_generations
+    def test_a_training_step_makes_a_cache_only_when_asked(self, generation):
+        model = generation.tiny_model().train()
         assert cache_of(model(ROW, labels=ROW)) is None
         assert cache_of(model(ROW, labels=ROW, use_cache=True)).get_seq_length() == 36
         assert cache_of(model(ROW)).get_seq_length() == 36
         assert cache_of(model.eval()(ROW, labels=ROW)).get_seq_length() == 36
 
-    def test_a_cache_that_is_given_is_refused_F05(self):
-        model = tiny_model()
+    @both_generations
+    def test_a_cache_that_is_given_is_refused_F05(self, generation):
+        model = generation.tiny_model()
         with torch.no_grad():
             cache = cache_of(model(ROW[:, :20], use_cache=True))
         model.train().gradient_checkpointing_enable()
@@ -101,18 +108,20 @@ class TestCheckpointing:
             model(ROW[:, 20:], cache=cache)
         assert cache.get_seq_length() == 20
 
+    @both_generations
     @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "plain"])
-    def test_generate_between_training_steps_A21(self, checkpointing):
-        model = tiny_model().train()
-        expected = tiny_model().generate(ROW[:, :9], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    def test_generate_between_training_steps_A21(self, generation, checkpointing):
+        model = generation.tiny_model().train()
+        expected = generation.tiny_model().generate(ROW[:, :9], max_new_tokens=8, do_sample=False, pad_token_id=0)
         if checkpointing:
             model.gradient_checkpointing_enable()
         with torch.no_grad():
             assert torch.equal(model.generate(ROW[:, :9], max_new_tokens=8, do_sample=False, pad_token_id=0), expected)
         model(ROW, labels=ROW).loss.backward()
 
-    def test_generate_and_train_in_turn_F06(self, caplog):
-        model = tiny_model(initializer_range=0.05).train()
+    @both_generations
+    def test_generate_and_train_in_turn_F06(self, generation, caplog):
+        model = generation.tiny_model(initializer_range=0.05).train()
         model.gradient_checkpointing_enable()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []

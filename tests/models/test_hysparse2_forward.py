@@ -146,7 +146,7 @@ class TestSharing:
         with torch.no_grad():
             expected = plain(ROW, use_cache=False).logits
             assert (bridged(ROW, use_cache=False).logits - expected).abs().max() > 1e-2
-            bridged.model.layers[3].register_forward_pre_hook(lambda _, args: (*args[:4], own[3]))
+            bridged.model.layers[3].register_forward_pre_hook(lambda _, args: (*args[:-1], own[3]))
             assert_same_logits(bridged(ROW, use_cache=False).logits, expected)
 
 

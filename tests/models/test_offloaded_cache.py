@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from models import tiny2
 from models.cache_runs import continues_right
-from models.tiny import SWITCHES, draw_ids, padded_mask, run_in_chunks, tiny_config, tiny_model, uncached_greedy
+from models.generations import both_generations, over_settings
+from models.tiny import draw_ids, padded_mask, run_in_chunks, tiny_config, tiny_model, uncached_greedy
 
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
 from hysparse_hf.modeling.cache_layers_hysparse import GrowingLayer
@@ -56,17 +58,18 @@ def test_each_turn_fetches_the_next_full_layer_and_sends_its_own_away(moves):
     ]
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
-def test_A28_every_full_layer_is_there_in_its_turn(switch, moves):
-    model = tiny_model(**SWITCHES[switch])
+@over_settings(second=tiny2.SWITCHES)
+def test_A28_every_full_layer_is_there_in_its_turn(generation, switch, moves):
+    model = generation.tiny_model(**generation.MODELS[switch])
     ids = draw_ids(2, 14)
     output = greedy(model, ids, 5, cache_implementation="offloaded")
     assert torch.equal(output, uncached_greedy(model, ids, 5))
     assert {name for name, _ in moves} == {"offload", "prefetch"}
 
 
-def test_beams_and_turns_equal_those_of_a_cache_that_stays():
-    model = tiny_model()
+@both_generations
+def test_beams_and_turns_equal_those_of_a_cache_that_stays(generation):
+    model = generation.tiny_model()
     mask = padded_mask("left", (9, 14), 14)
     ids = draw_ids(2, 14) * mask
     arguments = {"attention_mask": mask, "num_beams": 3, "num_return_sequences": 3}
@@ -81,9 +84,10 @@ def test_beams_and_turns_equal_those_of_a_cache_that_stays():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("switch", ["default", "no_window", "own_kv", "window_layers"])
-def test_A28_on_a_card_full_layers_wait_in_host_memory(switch):
-    model = tiny_model(torch.float32, head_dim=32, oracle_block_size=16, oracle_budget=32, **SWITCHES[switch]).cuda()
+@over_settings(("default", "no_window", "own_kv", "window_layers"), ("default", "own_kv", "source_rope"))
+def test_A28_on_a_card_full_layers_wait_in_host_memory(generation, switch):
+    sizes = {"head_dim": 32, "oracle_block_size": 16, "oracle_budget": 32, **generation.MODELS[switch]}
+    model = generation.tiny_model(torch.float32, **sizes).cuda()
     ids = draw_ids(2, 40).cuda()
     expected = greedy(model, ids, 40)
     result = greedy(model, ids, 40, cache_implementation="offloaded", return_dict_in_generate=True)
@@ -100,8 +104,9 @@ def test_A28_on_a_card_full_layers_wait_in_host_memory(switch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operation", ["fork", "batch_repeat_interleave", "crop"])
-def test_operations_on_layers_that_are_away(operation):
-    model = tiny_model(torch.float64).cuda()
+@both_generations
+def test_operations_on_layers_that_are_away(generation, operation):
+    model = generation.tiny_model(torch.float64).cuda()
     ids = draw_ids(2, 60).cuda()
     cache = HySparseCache(model.config, offloading=True)
     run_in_chunks(model, ids, [57, 1, 2], cache=cache)
