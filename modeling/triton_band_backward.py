@@ -37,20 +37,20 @@ from .triton_common import (
 
 # (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N, warps, stages), for the whole past and for
 # a window of it. Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-29; the others only keep within a card's memory.
-_LAUNCH_DQ = {
+LAUNCH_DQ = {
     (2, 128): (128, 64, 8, 3),
     (2, 256): (64, 32, 4, 2),
     (4, 128): (32, 32, 4, 1),
     (4, 256): (16, 32, 4, 1),
 }
-_LAUNCH_DKDV = {
+LAUNCH_DKDV = {
     (2, 128): (64, 128, 8, 2),
     (2, 256): (32, 64, 4, 1),
     (4, 128): (32, 32, 4, 1),
     (4, 256): (16, 32, 4, 1),
 }
-_LAUNCH_WINDOW_DQ = {**_LAUNCH_DQ, (2, 128): (64, 32, 4, 2)}
-_LAUNCH_WINDOW_DKDV = {**_LAUNCH_DKDV, (2, 128): (32, 64, 4, 3)}
+LAUNCH_WINDOW_DQ = {**LAUNCH_DQ, (2, 128): (64, 32, 4, 2)}
+LAUNCH_WINDOW_DKDV = {**LAUNCH_DKDV, (2, 128): (32, 64, 4, 3)}
 
 
 @triton.jit
@@ -435,7 +435,7 @@ def band_backward(
         "HAS_WINDOW": window is not None,
         "PRECISION": precision_of(query),
     }
-    table_dq, table_dkdv = (_LAUNCH_DQ, _LAUNCH_DKDV) if window is None else (_LAUNCH_WINDOW_DQ, _LAUNCH_WINDOW_DKDV)
+    table_dq, table_dkdv = (LAUNCH_DQ, LAUNCH_DKDV) if window is None else (LAUNCH_WINDOW_DQ, LAUNCH_WINDOW_DKDV)
     most_m, block_n, warps, stages = launch_sizes(table_dq, query, value)
     block_m, tile_q = tile_rows(q_len, group, most_m)
     with torch.cuda.device_of(query):

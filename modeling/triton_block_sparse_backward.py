@@ -33,13 +33,13 @@ from .triton_selection_layouts import SelectionLayouts
 
 # (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N at most, warps, stages); the rows of dq are
 # those of the layout's tiles. Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-30.
-_LAUNCH_DQ = {
+LAUNCH_DQ = {
     (2, 128): (64, 64, 4, 2),
     (2, 256): (64, 32, 4, 2),
     (4, 128): (32, 32, 4, 1),
     (4, 256): (32, 16, 4, 1),
 }
-_LAUNCH_DKDV = {
+LAUNCH_DKDV = {
     (2, 128): (32, 64, 4, 5),
     (2, 256): (32, 64, 4, 1),
     (4, 128): (32, 32, 4, 1),
@@ -321,7 +321,7 @@ def block_sparse_backward(
         "BLOCK_SIZE": block_size,
         "PRECISION": precision_of(query),
     }
-    _, block_n, warps, stages = launch_sizes(_LAUNCH_DQ, query, value)
+    _, block_n, warps, stages = launch_sizes(LAUNCH_DQ, query, value)
     block_n = min(block_n, block_size)
     block_m = max(16, triton.next_power_of_2(tile_q * group))
     with torch.cuda.device_of(query):
@@ -353,7 +353,7 @@ def block_sparse_backward(
             enable_fp_fusion=may_fuse(query),
             **common,
         )
-        block_m, block_n, warps, stages = launch_sizes(_LAUNCH_DKDV, query, value)
+        block_m, block_n, warps, stages = launch_sizes(LAUNCH_DKDV, query, value)
         block_m = max(block_m, triton.next_power_of_2(group))
         block_n = min(block_n, block_size)
         num_blocks = triton.cdiv(kv_len, block_size)

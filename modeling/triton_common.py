@@ -2,9 +2,11 @@
 
 A program works on `TILE_Q` neighbouring queries times the `GROUP` heads of one KV head: row `r` of its `BLOCK_M` rows
 is head `r % GROUP` of query `r // GROUP`. Keys and values come through tensor descriptors, which fill what lies past
-their end with zeros. Logits and log-sum-exps stay in base 2
-between kernels: each change of base would round the exponent that the backward pass starts from.
+their end with zeros. Logits and log-sum-exps stay in base 2 between kernels: each change of base would round the
+exponent that the backward pass starts from.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -305,10 +307,22 @@ def tile_rows(q_len: int, group: int, most: int, most_queries: int | None = None
     return block_m, queries
 
 
+# Who may replace an entry of a launch table before it is read; see `triton_autotune`.
+_TUNERS: list[Callable[[dict, tuple[int, int], torch.Tensor, torch.Tensor], None]] = []
+
+
+def use_tuner(tuner: Callable[[dict, tuple[int, int], torch.Tensor, torch.Tensor], None]) -> None:
+    """Call `tuner(table, key, query, value)` before an entry of a launch table is read."""
+    _TUNERS[:] = [tuner]
+
+
 def launch_sizes(table: dict, query: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
     """Entry of a launch table keyed by bytes per element and the widest padded head dimension that it serves."""
     dim = max(padded_dim(query.shape[-1]), padded_dim(value.shape[-1]))
-    return next(sizes for (size, most), sizes in table.items() if size == query.element_size() and dim <= most)
+    key = next(key for key in table if key[0] == query.element_size() and dim <= key[1])
+    for tuner in _TUNERS:
+        tuner(table, key, query, value)
+    return table[key]
 
 
 def precision_of(states: torch.Tensor) -> str:
