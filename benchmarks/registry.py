@@ -4,7 +4,9 @@ import datetime
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -18,6 +20,10 @@ HEAD_DIM = 128
 BLOCK_SIZE = 64
 N_SELECTED = 16
 WINDOW = 128
+# A real model's choice: the length of its text, and what stands for -1 in the file.
+RECORDED = Path(__file__).parent / "recorded" / "smollm2-135m-8k.npz"
+RECORDED_LENGTH = 8192
+NONE = 255
 # Sparse layers that share one set of layouts, as in the paper's 7B model.
 SHARING_LAYERS = 3
 # Gradients are checked against float64 on a text of this length, outputs at the measured length.
@@ -70,12 +76,12 @@ def make_states(shape: str, n: int, dtype: torch.dtype = torch.bfloat16) -> list
     return [torch.randn(1, size, n, HEAD_DIM, device="cuda", dtype=dtype) for size in sizes]
 
 
-def dense_attention(backend: SDPBackend) -> Callable:
-    """Causal dense attention of one library back end."""
+def dense_attention(backend: SDPBackend, is_causal: bool = True) -> Callable:
+    """Dense attention of one library back end."""
 
     def attend(query, key, value):
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
 
     return attend
 
@@ -85,6 +91,12 @@ class Baselines:
 
     def __init__(self) -> None:
         self.times: dict[tuple, float] = {}
+
+    def once(self, name: str, measure: Callable[[], float]) -> float:
+        """What `measure` found the first time."""
+        if (name,) not in self.times:
+            self.times[name,] = measure()
+        return self.times[name,]
 
     def dense(self, shape: str, n: int, passed_over: str, backend: SDPBackend = SDPBackend.CUDNN_ATTENTION) -> float:
         """Milliseconds of dense causal attention, `"forward"` or `"backward"`."""
@@ -99,12 +111,20 @@ class Baselines:
         return self.times[key]
 
 
+def recorded_set(kv_heads: int) -> torch.Tensor:
+    """What SmolLM2-135M chooses on a text, `(1, kv_heads, RECORDED_LENGTH, N_SELECTED)`; see `record_selection.py`."""
+    indices = torch.from_numpy(np.load(RECORDED)["indices"][:kv_heads].astype(np.int32)).cuda()[None]
+    return torch.where(indices == NONE, -1, indices)
+
+
 def index_set(kind: str, kv_heads: int, n: int, n_selected: int = N_SELECTED, block_size: int = BLOCK_SIZE):
     """Indices `(1, kv_heads, n, n_selected)`: every query chooses its own block and others among those it sees.
 
     `random` draws from all of them, `correlated` from a pool twice as large as the choice (32 blocks of 64) that 64
-    neighbouring queries share.
+    neighbouring queries share; `recorded` are a real model's, of one length.
     """
+    if kind == "recorded":
+        return recorded_set(kv_heads)
     generator = torch.Generator(device="cuda").manual_seed(0)
     blocks = triton.cdiv(n, block_size)
     ids = torch.arange(blocks, device="cuda")
