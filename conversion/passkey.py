@@ -26,16 +26,9 @@ _OPENING_OF_SEVERAL = "The text below hides numbers. Remember them, for they are
 _NUMBER = "Remember: {name} {number}, {name} {number}.\n"
 _QUESTION_OF_SEVERAL = "Remember: {name}"
 _MORE_NAMES = (
-    "lawyer",
-    "soldier",
-    "shepherd",
-    "carpenter",
-    "tailor",
-    "butcher",
-    "gardener",
-    "poet",
-    "driver",
-    "judge",
+    *("lawyer", "soldier", "shepherd", "carpenter", "tailor", "butcher", "gardener", "poet", "driver", "judge"),
+    *("banker", "captain", "drummer", "barber", "dancer", "editor", "guard", "host", "king", "monk"),
+    *("nurse", "pilot", "priest", "queen", "ranger", "sheriff", "student", "surgeon", "thief", "waiter"),
 )
 
 
@@ -82,7 +75,7 @@ def make_shared_passkeys(tokenizer: Any, texts: int, secrets: int, length: int, 
     Args:
         tokenizer: of the model, from transformers.
         texts (`int`): how many.
-        secrets (`int`): numbers in a text, at even depths, up to 20.
+        secrets (`int`): numbers in a text, at even depths, up to 40.
         length (`int`): tokens of a text with one question and answer, at most.
         seed (`int`): of the numbers and names.
     Raises:

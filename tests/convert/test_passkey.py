@@ -48,8 +48,8 @@ def test_shared_texts_hold_every_number_that_is_asked_for(letters):
 
 
 def test_shared_texts_have_as_many_secrets_as_names(letters):
-    with pytest.raises(ValueError, match="between 1 and 20"):
-        make_shared_passkeys(letters, 1, 21, 4000)
+    with pytest.raises(ValueError, match="between 1 and 40"):
+        make_shared_passkeys(letters, 1, 41, 4000)
 
 
 def test_a_length_without_room_is_refused(letters):
