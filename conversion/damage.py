@@ -12,6 +12,7 @@ scaled to the true KL of each layer alone. Errors that point the same way add up
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +42,15 @@ class Damage:
         """The estimate for replacing several layers together."""
         return self.matrix[layers][:, layers].sum().item()
 
-    def record(self) -> dict[str, float]:
+    def of_plan(self, layer_plan: list[str]) -> float:
+        """The estimate for all sparse layers of a plan together."""
+        return self.of([layer for layer, kind in enumerate(layer_plan) if kind == "sparse"])
+
+    def alone(self) -> Any:
+        """Damage of each layer alone."""
+        return self.matrix.diagonal().tolist()
+
+    def record(self) -> dict[str, Any]:
         """Layer -> damage alone, rounded for a record."""
         return {str(layer): round(kl, 5) for layer, kl in enumerate(self.matrix.diagonal().tolist())}
 
@@ -84,23 +93,33 @@ class DamagePass:
         for index in logging.tqdm(range(self.config.num_hidden_layers), desc="measuring layers", unit="layer"):
             layer = self.stream.layer(index)
             inputs = [self.stream.attention_inputs(layer, hidden) for hidden in self.teacher]
-            replaced = [] if index == 0 else self._replaced(layer.self_attn.o_proj, inputs)
+            replacements = self.replacements(index, layer, inputs)
             for number, changed in self.changed.items():
                 for copy, hidden in enumerate(changed):
                     found = self.stream.attention_inputs(layer, hidden)
                     changed[copy] = self._advance(layer, hidden, found.dense().flatten(1))
-                if replaced:
-                    beginning = self.teacher[number][:, : self.length]
+                beginning = self.teacher[number][:, : self.length]
+                for replaced in replacements:
                     attended = replaced[number][: self.length]
                     changed.append(self.stream.after_attention(layer, beginning, attended))
             for number, part in enumerate(inputs):
                 self.teacher[number] = self._advance(layer, self.teacher[number], part.dense().flatten(1))
-        return Damage(nn.functional.pad(self._matrix(), (1, 0, 1, 0)))
+        return self.damage_of(self._matrix())
+
+    def replacements(
+        self, index: int, layer: HySparseDecoderLayer, inputs: list[AttentionInputs]
+    ) -> list[list[torch.Tensor]]:
+        """What is tried in a layer's place: each per window what its attention then gives, `(length, hidden)`."""
+        return [] if index == 0 else [self.as_window(layer.self_attn.o_proj, inputs)]
+
+    def damage_of(self, matrix: torch.Tensor) -> Damage:
+        """The result, from the damage of all replacements and of pairs of them."""
+        return Damage(nn.functional.pad(matrix, (1, 0, 1, 0)))
 
     def _advance(self, layer: HySparseDecoderLayer, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return self.stream.after_attention(layer, hidden, layer.self_attn.o_proj(heads))
 
-    def _replaced(self, project: nn.Linear, inputs: list[AttentionInputs]) -> list[torch.Tensor]:
+    def as_window(self, project: nn.Linear, inputs: list[AttentionInputs]) -> list[torch.Tensor]:
         """Per window what the layer's attention gives as a fitted window, `(length, hidden)`."""
         parts, sums = zip(*(evidence_of(part, project.weight, self.config) for part in inputs), strict=True)
         evidence, weight = Evidence.join(parts), project.weight
@@ -110,7 +129,7 @@ class DamagePass:
 
     def _matrix(self) -> torch.Tensor:
         norm, head = self.stream.head()
-        tried = self.config.num_hidden_layers - 1
+        tried = len(next(iter(self.changed.values())))
         pairs = torch.zeros(tried, tried, dtype=torch.float64, device=self.stream.device)
         alone = torch.zeros(tried, dtype=torch.float64, device=self.stream.device)
         chunk = max(1, CHUNK_ELEMENTS // ((tried + 1) * len(head)))

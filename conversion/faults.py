@@ -89,7 +89,7 @@ def compare_tensors(
                 continue
             held = converted.tensor(entry.target)
             if entry.target in fitted:
-                faults += _faults_of_fitted(entry, tensor, held, fitted[entry.target])
+                faults += _faults_of_fitted(entry, tensor, held, fitted)
             elif not _agrees(entry, tensor, held):
                 faults.append(f"{entry.target}: {_what_is_wrong(entry, tensor, held, source, key_map, converted)}")
     faults += [
@@ -100,10 +100,15 @@ def compare_tensors(
     return faults
 
 
-def _faults_of_fitted(entry: Entry, tensor: torch.Tensor, held: torch.Tensor, record: Mapping[str, str]) -> list[str]:
+def _faults_of_fitted(
+    entry: Entry, tensor: torch.Tensor, held: torch.Tensor, fitted: Mapping[str, Mapping[str, str]]
+) -> list[str]:
+    assert entry.target is not None
+    record, found = fitted[entry.target], sha256_of_tensor(held)
     mapped = OPERATIONS[entry.operation].apply(tensor)
+    other = next((f" but that of {key}" for key, values in fitted.items() if values["sha256"] == found), "")
     wrong = [
-        (sha256_of_tensor(held) != record["sha256"], "is not what was fitted"),
+        (found != record["sha256"], f"is not what was fitted{other}"),
         (sha256_of_tensor(mapped) != record["mapped_sha256"], f"was fitted in place of another {entry.source}"),
     ]
     return [f"{entry.target}: {words}, by the hashes in provenance.json" for is_wrong, words in wrong if is_wrong]
@@ -149,12 +154,10 @@ def _what_is_wrong(
     """Say what a wrong tensor holds: another tensor of its layer, its own heads in another order, or other values."""
     if held.shape != tensor.shape:
         return f"has shape {tuple(held.shape)}, the source's {entry.source} has {tuple(tensor.shape)}"
-    layer = re.match(r".*?layers\.\d+\.", entry.source)
-    for other in key_map.entries:
-        is_sibling = layer and other is not entry and other.target and other.source.startswith(layer[0])
-        if not is_sibling or source.tensors[other.source].shape != tuple(held.shape):
-            continue
-        if _agrees(other, source.tensor(other.source), held):
+    for other in _mistakable(entry, key_map):
+        if source.tensors[other.source].shape == tuple(held.shape) and _agrees(
+            other, source.tensor(other.source), held
+        ):
             return f"holds the source's {other.source}"
     expected = tensor.to(held.dtype)
     order = _head_order(expected, held, read_config(converted.path))
@@ -169,6 +172,17 @@ def _what_is_wrong(
         return f"differs from the source's {entry.source} in experts {wrong}" + ", gate and up swapped" * swapped
     difference = (held.double() - tensor.double()).abs().max().item()
     return f"differs from the source's {entry.source} by up to {difference:.3g}"
+
+
+def _mistakable(entry: Entry, key_map: KeyMap) -> list[Entry]:
+    """What a tensor may have been mistaken for: others of its layer, then its like in other layers, dropped or not."""
+    layer = re.match(r".*?layers\.\d+\.", entry.source)
+    if layer is None:
+        return []
+    name = entry.source.removeprefix(layer[0])
+    siblings = [other for other in key_map.entries if other.target and other.source.startswith(layer[0])]
+    alike = [other for other in key_map.entries if re.fullmatch(rf".*?layers\.\d+\.{re.escape(name)}", other.source)]
+    return [other for other in (*siblings, *alike) if other is not entry]
 
 
 def _head_order(tensor: torch.Tensor, held: torch.Tensor, config: HySparseConfig) -> list[int] | None:

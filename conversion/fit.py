@@ -23,6 +23,7 @@ from hysparse_hf.modeling.attention_hysparse import (
     sliding_window_attention,
 )
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
+from hysparse_hf.modeling.decoder_hysparse import HySparseDecoderLayer
 
 from .gates import constant_gates, fit_gates, gate_values
 from .layer_stream import AttentionInputs, LayerStream, ReadTarget, by_token
@@ -32,7 +33,7 @@ from .sinks import HeadSums, fit_local_sink, sink_for_share
 
 HEADROOM = 2.0
 # A gate that starts closed gets no gradient, and the global branch has everything to learn.
-LOWEST_GATES, HIGHEST_GATE = (0.05, 0.02), 0.98
+LOWEST_GATES, HIGHEST_GATE = {"global": 0.05, "local": 0.02}, 0.98
 
 
 # Key, value and block indices of a full layer, for one window.
@@ -72,11 +73,13 @@ class SparseValues:
         weight (`torch.Tensor`): the output projection, `(hidden, heads * head_dim)`.
         logits (`torch.Tensor`, *optional*): of the gates, `(branches, heads, hidden + 1)`, the last column being the
             bias; None for a layer without gates.
+        names (`tuple[str, ...]`): of the branches, in the model's words.
     """
 
     sinks: torch.Tensor
     weight: torch.Tensor
     logits: torch.Tensor | None = None
+    names: tuple[str, ...] = ("global", "local")
 
     def branches(self, evidence: Evidence) -> torch.Tensor:
         """The branches with their sinks, `(positions, branches, heads, head_dim)`."""
@@ -97,9 +100,9 @@ class SparseValues:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """What a sparse layer starts with, and the figures that a record says of it."""
+    """What a layer starts with, here `SparseValues`, and the figures that a record says of it."""
 
-    values: SparseValues
+    values: Any
     figures: dict[str, float]
 
 
@@ -145,12 +148,14 @@ def fit_layer(evidence: Evidence, sums: HeadSums, weight: torch.Tensor, *, gated
     figures = {"local_share": share, "error_without": without, "error_with": with_sink}
     shared = [sink_for_share(lse.T) for lse in evidence.lse.unbind(1)[:-1]]
     sinks = torch.stack([*shared, sink_local])
+    # A layer with a window alone has the local branch alone.
+    names = ("global", "local")[-len(sinks) :]
     if gated:
-        values = _fit_gates(evidence, SparseValues(sinks, HEADROOM * weight), figures)
+        values = fit_gated(evidence, SparseValues(sinks, HEADROOM * weight, names=names), figures)
     elif shared:
-        values = _fit_shares(evidence, SparseValues(sinks, weight), figures)
+        values = _fit_shares(evidence, SparseValues(sinks, weight, names=names), figures)
     else:
-        values = SparseValues(sinks, weight)
+        values = SparseValues(sinks, weight, names=names)
     if refit:
         refitted = ridge_towards(values.gated(evidence), evidence.target, values.weight)
         values = replace(values, weight=refitted)
@@ -158,10 +163,10 @@ def fit_layer(evidence: Evidence, sums: HeadSums, weight: torch.Tensor, *, gated
     return LayerFit(values, {name: round(figure, 4) for name, figure in figures.items()})
 
 
-def _fit_gates(evidence: Evidence, values: SparseValues, figures: dict[str, float]) -> SparseValues:
+def fit_gated(evidence: Evidence, values: SparseValues, figures: dict[str, float]) -> SparseValues:
     """Constant gates first, then gates that read the layer's input."""
     branches, sinks = values.branches(evidence), values.sinks
-    lower = torch.tensor(LOWEST_GATES[-len(sinks) :], device=sinks.device)[:, None].expand_as(sinks)
+    lower = torch.tensor([LOWEST_GATES[name] for name in values.names], device=sinks.device)[:, None].expand_as(sinks)
     upper = torch.full_like(sinks, HIGHEST_GATE)
     logits = sinks.new_zeros(*sinks.shape, evidence.inputs.shape[1] + 1)
     logits[..., -1] = torch.logit(constant_gates(branches, values.weight, evidence.target, lower, upper)).to(sinks)
@@ -178,7 +183,7 @@ def _fit_shares(evidence: Evidence, values: SparseValues, figures: dict[str, flo
     sinks = values.sinks
     bare = replace(values, sinks=torch.stack([torch.full_like(sinks[0], -math.inf), sinks[1]]))
     lower, upper = torch.ones_like(sinks), torch.ones_like(sinks)
-    lower[0], upper[0] = LOWEST_GATES[0], HIGHEST_GATE
+    lower[0], upper[0] = LOWEST_GATES["global"], HIGHEST_GATE
     shares = constant_gates(bare.branches(evidence), values.weight, evidence.target, lower, upper)[0].to(sinks)
     median = evidence.lse[:, 0].median(dim=0).values
     values = replace(values, sinks=torch.stack([median - torch.logit(shares), sinks[1]]))
@@ -225,15 +230,22 @@ class FittingPass:
         for index in logging.tqdm(range(self.config.num_hidden_layers), desc="fitting layers", unit="layer"):
             layer = self.stream.layer(index)
             inputs = [self.stream.attention_inputs(layer, hidden) for hidden in self.states]
-            if index in self.donors:
-                self.given = [self._given(part) for part in inputs]
-            elif index in self.fitted:
-                given = self.given if self.config.layer_plan[index] == "sparse" else [None] * len(inputs)
-                fits[index] = self._fit(layer.self_attn.o_proj.weight, inputs, given)
+            fit = self.fit_of(index, layer, inputs)
+            if fit is not None:
+                fits[index] = fit
             for number, part in enumerate(inputs):
                 attended = layer.self_attn.o_proj(part.dense().flatten(1))
                 self.states[number] = self.stream.after_attention(layer, self.states[number], attended)
         return fits
+
+    def fit_of(self, index: int, layer: HySparseDecoderLayer, inputs: list[AttentionInputs]) -> LayerFit | None:
+        """The fit of one layer, or None; keeps what later layers read of this one."""
+        if index in self.donors:
+            self.given = [self._given(part) for part in inputs]
+        if index not in self.fitted:
+            return None
+        given = self.given if self.config.layer_plan[index] == "sparse" else [None] * len(inputs)
+        return self._fit(layer.self_attn.o_proj.weight, inputs, given)
 
     def _given(self, inputs: AttentionInputs) -> Given:
         indices = full_attention_with_oracle(
@@ -266,9 +278,7 @@ def fitted_tensor(name: str, values: SparseValues, config: HySparseConfig) -> to
     """
     if name == "self_attn.o_proj.weight":
         return values.weight
-    # A layer with a window alone has the local branch alone.
-    branches = ("global", "local")[-len(values.sinks) :]
-    branch = next((i for i, branch in enumerate(branches) if f"_{branch}" in name), None)
+    branch = next((i for i, branch in enumerate(values.names) if f"_{branch}" in name), None)
     if branch is None:
         return None
     if "sink" in name:

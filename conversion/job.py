@@ -16,16 +16,18 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
 from .architectures import ARCHITECTURES
+from .bridge_faults import bridge_record
 from .calibration import Calibration
-from .damage import Damage, DamagePass
+from .damage import Damage
 from .families import check_supported, dropped_fields, family_of, hysparse_fields
 from .faults import Source, checkpoint_map, compare_tensors, same_bits, sha256_of_tensor
-from .fit import FittingPass, LayerFit, fitted_layers, fitted_tensor, naive_value
+from .fit import LayerFit, naive_value
+from .generations import GENERATIONS
 from .key_map import MAP_VERSION, OPERATIONS, TIED_TARGETS, Entry, fused_experts, target_shapes
 from .ladder import INDEX_REUSE
 from .output import STORED_DTYPES, CheckpointWriter
 from .output_refit import TOKENS_PER_CHANNEL
-from .plan import check_run, measured_layer_plan, parse_ratio
+from .plan import parse_ratio
 from .source import FolderSource, sha256_of
 
 
@@ -76,10 +78,10 @@ class Options:
             raise ValueError(f"`init` must be one of {INITS}, got {self.init!r}.")
         if self.architecture not in ARCHITECTURES:
             raise ValueError(f"`architecture` must be one of {tuple(ARCHITECTURES)}, got {self.architecture!r}.")
-        if not ARCHITECTURES[self.architecture].can_measure and (self.plan == "auto" or self.keep_kv):
+        if self.keep_kv and not ARCHITECTURES[self.architecture].can_keep_kv:
             raise NotImplementedError(
-                f"`plan='auto'` and `keep_kv` are not there for `architecture={self.architecture!r}`, got "
-                f"{self.plan!r} and {self.keep_kv}; use 'regular' or the full layers of both halves."
+                f"`keep_kv` is not there for `architecture={self.architecture!r}`, whose sparse layers have no keys "
+                "and values; leave it out, or convert to the first generation."
             )
         if self.gate_granularity == "none" and self.init == "naive" and self.architecture == "hysparse":
             raise ValueError(
@@ -106,8 +108,9 @@ class Job:
         fields = hysparse_fields(source_config, family)
         self.dropped_fields = dropped_fields(source.raw_config, fields)
         self.sparse_per_full = parse_ratio(options.ratio)
-        self.model_class, plan_fields, can_measure = ARCHITECTURES[options.architecture]
-        is_auto = options.plan == "auto" or (options.plan is None and options.init == "fitted" and can_measure)
+        architecture = ARCHITECTURES[options.architecture]
+        self.model_class, self.generation = architecture.model, GENERATIONS[options.architecture]
+        is_auto = options.plan == "auto" or (options.plan is None and options.init == "fitted")
         # An automatic plan has as many full layers as the regular one, which stands in its place until measured.
         plan = None if is_auto else options.plan
         self.max_sparse_run = options.max_sparse_run or self.sparse_per_full + 2
@@ -120,10 +123,10 @@ class Job:
             "sliding_window": options.window,
             "architectures": [self.model_class.__name__],
         }
-        self._set_plan(plan_fields(plan, source_config.num_hidden_layers, self.sparse_per_full))
-        self.measures_plan = is_auto and "sparse" in self.config.layer_plan
+        self._set_plan(architecture.plan_fields(plan, source_config.num_hidden_layers, self.sparse_per_full))
+        self.measures_plan = is_auto and set(self.config.layer_plan) != {"full"}
         if self.measures_plan:
-            check_run(len(self.config.layer_plan), self.config.layer_plan.count("full"), self.max_sparse_run)
+            self.generation.check_run(self.config, self.max_sparse_run)
         # Of the dense switch, where every layer has keys and values: what a plan drops must be in the source too.
         dense = copy.deepcopy(self.config)
         dense.dense = True
@@ -150,7 +153,11 @@ class Job:
     @property
     def fits_something(self) -> bool:
         """Whether there are layers with values to fit."""
-        return self.options.init == "fitted" and not self.options.keep_kv and bool(fitted_layers(self.config))
+        return (
+            self.options.init == "fitted"
+            and not self.options.keep_kv
+            and bool(self.generation.fitted_layers(self.config))
+        )
 
     @property
     def tokens_needed(self) -> int:
@@ -192,17 +199,16 @@ class Job:
                 f"{TOKENS_PER_CHANNEL} times the hidden size, and there are {calibration.record['tokens']}."
             )
         if self.measures_plan:
-            self.damage = DamagePass(self.config, self.mapped, calibration.windows, refit=refit).run()
-            full = self.config.layer_plan.count("full")
-            self._set_plan({"layer_plan": measured_layer_plan(self.damage.matrix, full, self.max_sparse_run)})
+            self.damage = self.generation.damage(self.config, self.mapped, calibration.windows, refit=refit).run()
+            self._set_plan(self.generation.measured_plan(self.damage, self.config, self.max_sparse_run))
         if self.fits_something:
-            self.fits = FittingPass(self.config, self.mapped, calibration.windows, refit=refit).run()
+            self.fits = self.generation.fit(self.config, self.mapped, calibration.windows, refit=refit).run()
 
     def fitted(self, target: str) -> torch.Tensor | None:
         """The value that the fit gives a target tensor, if it gives one."""
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", target)
         fit = self.fits.get(int(layer[1])) if layer else None
-        return fitted_tensor(layer[2], fit.values, self.config) if layer and fit else None
+        return self.generation.fitted_tensor(layer[2], fit.values, self.config) if layer and fit else None
 
     def mapped(self, target: str) -> torch.Tensor:
         """One tensor of the dense switch from the source; fused experts also where each lies by itself."""
@@ -241,6 +247,7 @@ class Job:
             "versions": _versions(),
             "options": {**asdict(self.options), "gates": list(self.options.gates)},
             "plan": self.config.layer_plan,
+            "bridge": bridge_record(self.config),
             "keys": {
                 "mapped": len(self.entry_of),
                 "dropped": self.key_map.dropped,

@@ -216,6 +216,12 @@ def is_keyless(target: str, layers: Collection[int]) -> bool:
     return match is not None and int(match["layer"]) in layers
 
 
+def layer_of(target: str) -> int | None:
+    """The layer that a target key belongs to; None outside the layers."""
+    match = re.match(r"model\.layers\.(\d+)\.", target)
+    return int(match[1]) if match else None
+
+
 def _prefix_of(sources: Iterable[str], prefixes: tuple[str, ...]) -> str:
     """The spelling in use: the one that stands before the layers."""
     keys = list(sources)

@@ -81,9 +81,12 @@ class LayerStream:
         if self.config.use_qk_norm:
             query, key = attention.q_norm(query), attention.k_norm(key)
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-        positions = torch.arange(hidden.shape[1], device=self.device)[None]
-        rotation = self.rotary(hidden, positions)
+        rotation = self.rotation(hidden)
         return AttentionInputs(states, rotate(query, rotation), rotate(key, rotation), value)
+
+    def rotation(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines at the positions of a window, `(1, length, rotary_dim)`."""
+        return self.rotary(hidden, torch.arange(hidden.shape[1], device=self.device)[None])
 
     def after_attention(
         self, layer: HySparseDecoderLayer, hidden: torch.Tensor, attended: torch.Tensor

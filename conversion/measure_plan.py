@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .architectures import ARCHITECTURES
 from .calibration import calibration_for
 from .job import Job, Options
 from .source import open_source
@@ -13,8 +14,10 @@ from .texts import GivenText
 def measure_plan(
     source: str | Path,
     *,
+    architecture: str = "hysparse",
     ratio: str = "1:3",
     max_sparse_run: int | None = None,
+    budget: int = 1024,
     window: int = 128,
     calibrate: GivenText | None = None,
     calibration_tokens: int | None = None,
@@ -23,11 +26,15 @@ def measure_plan(
     """Measure the damage of making layers sparse, as `convert(plan="auto")` does.
 
     Args:
-        source, ratio, max_sparse_run, window, calibrate, calibration_tokens, calibration_length: as in `convert`.
+        source, architecture, ratio, max_sparse_run, window, calibrate, calibration_tokens, calibration_length: as in
+            `convert`.
+        budget (`int`): as there; says something for the second generation only.
     Returns:
         `dict`: `damage`: per layer the KL to the source when its attention alone becomes the window that it can be
-        fitted to; `plans`: for `regular` and `auto` the `full` layers and the `estimate`, the KL of all sparse layers
-        together, pairs included, by that measure.
+        fitted to; `plans`: for `regular` and `auto` the `full` layers, the `option` of `convert` that asks for them,
+        and the `estimate`, the KL of all sparse layers together, pairs included, by that measure. For the second
+        generation `damage` has a column per replacement: kind -> layer -> KL, and the estimate is of all that differs
+        from the source.
     Raises:
         ValueError, NotImplementedError, FileNotFoundError: as in `convert`; also for a ratio without sparse layers.
     """
@@ -36,60 +43,80 @@ def measure_plan(
         plan="auto",
         max_sparse_run=max_sparse_run,
         keep_kv=False,
-        budget=64,
-        block_size=64,
+        budget=budget,
+        block_size=1,
         window=window,
         gates=(0.05, 0.95),
         gate_granularity="elementwise",
         init="naive",
         dtype=None,
+        architecture=architecture,
     )
     options.check()
     job = Job(open_source(source), options)
     if not job.measures_plan:
         raise ValueError(f"`ratio` must have sparse layers to measure, got {ratio!r}; use for example '1:3'.")
-    plans = {"regular": job.config.layer_plan}
+    plans = {"regular": job.config}
     tokens = job.tokens_needed if calibration_tokens is None else calibration_tokens
     job.calibrate(calibration_for(job.source, calibrate, tokens=tokens, length=calibration_length, window=window))
-    plans["auto"] = job.config.layer_plan
-    damage = job.damage
+    plans["auto"] = job.config
+    damage, option = job.damage, ARCHITECTURES[architecture].plan_option
     assert damage is not None
     assert job.calibration is not None
     return {
         "source": job.source.name,
         "calibration": job.calibration.record,
-        "damage": damage.matrix.diagonal().tolist(),
+        "damage": damage.alone(),
         "plans": {
             name: {
-                "full": [layer for layer, kind in enumerate(plan) if kind == "full"],
-                "estimate": damage.of([layer for layer, kind in enumerate(plan) if kind == "sparse"]),
+                "full": [layer for layer, kind in enumerate(config.layer_plan) if kind == "full"],
+                "option": option(config),
+                "estimate": damage.of_plan(config.layer_plan),
             }
-            for name, plan in plans.items()
+            for name, config in plans.items()
         },
     }
 
 
 def table(report: dict[str, Any]) -> str:
     """A report of `measure_plan` for people."""
-    plans = report["plans"]
+    plans, damage = report["plans"], report["damage"]
+    in_halves = isinstance(damage, dict)
+    columns = damage if in_halves else {"KL": dict(enumerate(damage))}
+    becomes = "that of its column behind the bridge" if in_halves else "a fitted window"
     lines = [
-        f"{report['source']}: KL to the source when one layer's attention becomes a fitted window, on "
+        f"{report['source']}: KL to the source when one layer's attention becomes {becomes}, on "
         f"{report['calibration']['tokens']} tokens",
-        f"{'layer':>5}{'KL':>9}" + "".join(f"{name:>9}" for name in plans),
+        f"{'layer':>5}" + "".join(f"{name:>9}" for name in (*columns, *plans)),
     ]
-    for layer, damage in enumerate(report["damage"]):
+    for layer in sorted({layer for column in columns.values() for layer in column}):
+        cells = (f"{column[layer]:9.4f}" if layer in column else f"{'':9}" for column in columns.values())
         marks = ("full" if layer in plan["full"] else "." for plan in plans.values())
-        lines.append(f"{layer:5}{damage:9.4f}" + "".join(f"{mark:>9}" for mark in marks))
-    lines.append(f"{'all':>5}{'':9}" + "".join(f"{plan['estimate']:9.3f}" for plan in plans.values()))
-    return "\n".join([*lines, f"--plan {','.join(map(str, plans['auto']['full']))}"])
+        lines.append(f"{layer:5}" + "".join(cells) + "".join(f"{mark:>9}" for mark in marks))
+    blank = " " * 9 * len(columns)
+    lines.append(f"{'all':>5}{blank}" + "".join(f"{plan['estimate']:9.3f}" for plan in plans.values()))
+    return "\n".join([*lines, f"--plan {plans['auto']['option']}"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `hysparse plan`."""
     parser.add_argument("source", help="checkpoint folder, or a .gguf file")
+    parser.add_argument(
+        "--architecture",
+        default="hysparse",
+        choices=tuple(ARCHITECTURES),
+        help="first or second generation (default: %(default)s)",
+    )
     parser.add_argument("--ratio", default="1:3", help="1:N, N sparse layers to a full one (default: %(default)s)")
     parser.add_argument(
         "--max-sparse-run", type=int, metavar="LAYERS", help="sparse layers in a row, at most (default: N + 2)"
+    )
+    parser.add_argument(
+        "--budget",
+        type=int,
+        default=1024,
+        metavar="TOKENS",
+        help="of the second generation: tokens selected (default: %(default)s)",
     )
     parser.add_argument(
         "--window", type=int, default=128, metavar="TOKENS", help="of the local branch (default: %(default)s)"
@@ -107,8 +134,10 @@ def run(args: argparse.Namespace) -> int:
     """Run `hysparse plan`."""
     report = measure_plan(
         args.source,
+        architecture=args.architecture,
         ratio=args.ratio,
         max_sparse_run=args.max_sparse_run,
+        budget=args.budget,
         window=args.window,
         calibrate=args.calibrate,
         calibration_tokens=args.calibration_tokens,

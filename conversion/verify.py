@@ -15,6 +15,9 @@ from transformers.utils import logging
 
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 
+from .architectures import ARCHITECTURES, read_config
+from .bridge_faults import bridge_faults, plan_faults
+from .early_exit import leave_early
 from .faults import Source, checkpoint_map, fitted_changes, module_faults, weight_faults
 from .ladder import load_rung, rungs_of
 from .passkey import Passkey, make_passkeys, measure_retrieval
@@ -29,7 +32,7 @@ from .quality import (
     record_of,
     total_of,
 )
-from .source import FolderSource, open_source
+from .source import open_source
 from .texts import GivenText, Text, add_text_arguments, read_texts
 
 
@@ -74,13 +77,13 @@ def verify(
         ValueError, NotImplementedError, FileNotFoundError: something else than two checkpoints and text.
     """
     opened, out = open_source(source), Path(out)
-    config = _converted_config(out)
+    config = read_config(out)
     ladder = rungs_of(config)
     asked = _asked(rungs, len(ladder))
     report: dict[str, Any] = {
         "source": opened.name,
         "checkpoint": out.resolve().name,
-        "faults": weight_faults(opened, out),
+        "faults": plan_faults(out) or weight_faults(opened, out),
     }
     if report["faults"]:
         return report
@@ -89,14 +92,19 @@ def verify(
     report["tensors"] = {"equal": mapped - len(fitted), "new": len(key_map.new), "fitted": fitted}
     texts = read_texts(opened, text, length=length, windows=windows)
     passkeys = _passkeys(opened, samples, min(sample_length or length, config.max_position_embeddings))
-    _warn_of_short(texts, passkeys, config.oracle_budget)
+    _warn_of_short(texts, passkeys, ARCHITECTURES[config.model_type].longest_read(config))
     report["text"] = [{"name": item.name, "tokens": sum(map(len, item.windows))} for item in texts]
     teacher = predict(on_device(opened.load_model(torch.float32)), texts, "source")
     dense: AttentionStates | None = None
     report["ladder"] = []
     for rung in logging.tqdm([ladder[number] for number in sorted({0, *asked})], desc="ladder", unit="rung"):
         model = on_device(load_rung(rung, opened, out))
-        figures = compare_predictions(teacher, predict(model, texts, f"rung {rung.number}"), texts)
+        predicted = predict(model, texts, f"rung {rung.number}")
+        if rung.leaves_early:
+            exit = leave_early(model, texts, predicted, f"rung {rung.number}")
+            predicted = exit.predictions
+            report |= {"early_exit": exit.record(), "faults": exit.faults()}
+        figures = compare_predictions(teacher, predicted, texts)
         if dense is None:
             # The first rung is the dense one: it must be the source, and is what the others are compared with inside.
             report |= _dense_record(figures)
@@ -104,6 +112,9 @@ def verify(
             if report["faults"]:
                 return report
             dense = record_attention(model, texts[0].windows[0])
+        report["faults"] = report["faults"] or bridge_faults(model, out, texts[0].windows[0][:MODULE_TOKENS])
+        if report["faults"]:
+            return report
         if rung.number in asked:
             report["ladder"].append(
                 {"rung": rung.number, "name": rung.name, "switches": rung.switches}
@@ -114,16 +125,6 @@ def verify(
         # The next rung is loaded into the room of this one.
         del model
     return report
-
-
-def _converted_config(out: Path) -> HySparseConfig:
-    kind = FolderSource(out).raw_config.get("model_type")
-    if kind != HySparseConfig.model_type:
-        raise ValueError(
-            f"`out` must be a converted checkpoint, of type {HySparseConfig.model_type!r}, got {kind!r}; the source "
-            "comes first."
-        )
-    return HySparseConfig.from_pretrained(out)
 
 
 def _asked(rungs: Sequence[int] | None, count: int) -> list[int]:
@@ -142,14 +143,14 @@ def _passkeys(source: Source, samples: int, length: int) -> list[Passkey]:
     return make_passkeys(tokenizer, samples, length) if tokenizer else []
 
 
-def _warn_of_short(texts: list[Text], passkeys: list[Passkey], budget: int) -> None:
+def _warn_of_short(texts: list[Text], passkeys: list[Passkey], longest_read: int) -> None:
     shortest = {"text": min(len(window) for text in texts for window in text.windows)}
     shortest |= {"passkeys": min(len(key.prefix) + len(key.rest) for key in passkeys)} if passkeys else {}
     for name, tokens in shortest.items():
-        if tokens <= budget:
+        if tokens <= longest_read:
             logger.warning(
-                f"Every block is selected in {name} of {tokens} tokens, since the budget is {budget}: the figures do "
-                "not show what a selection leaves out. Measure on longer windows."
+                f"Every block is selected in {name} of {tokens} tokens, since the budget is {longest_read}: the "
+                "figures do not show what a selection leaves out. Measure on longer windows."
             )
 
 
@@ -174,12 +175,15 @@ def _dense_faults(difference: dict[str, float], source: str | Path, out: Path, t
 
 def _error_record(errors: list[float], config: HySparseConfig) -> dict[str, Any]:
     """Errors by layer, and their mean by position r: 0 is a full layer, r the r-th layer after it."""
-    donors = [index if donor is None else donor for index, donor in enumerate(config.donor_plan)]
-    by_position: dict[int, list[float]] = {}
-    for index, (donor, error) in enumerate(zip(donors, errors, strict=True)):
-        by_position.setdefault(index - donor, []).append(error)
-    means = {str(position): sum(part) / len(part) for position, part in sorted(by_position.items())}
+    by_position: dict[str, list[float]] = {}
+    for group, error in zip(ARCHITECTURES[config.model_type].groups(config), errors, strict=True):
+        by_position.setdefault(group, []).append(error)
+    means = {group: sum(part) / len(part) for group, part in sorted(by_position.items(), key=_numbers_first)}
     return {"attention_errors": errors, "errors_by_position": means}
+
+
+def _numbers_first(item: tuple[str, Any]) -> tuple[int, str]:
+    return len(item[0]), item[0]
 
 
 def table(report: dict[str, Any]) -> str:
@@ -192,6 +196,13 @@ def table(report: dict[str, Any]) -> str:
         name, most = max(tensors["fitted"].items(), key=lambda item: item[1])
         lines[0] += f"; {len(tensors['fitted'])} fitted, changed by up to {most:.2f} of their norm ({name})"
     measured = ", ".join(f"{text['name']} ({text['tokens']})" for text in report["text"])
+    if "early_exit" in report:
+        exit, processed = report["early_exit"], report["early_exit"]["processed_tokens"]
+        lines.append(
+            f"early exit: {exit['rows']} rows asked for, {processed['cross']} of {processed['self']} tokens through "
+            f"the cross-decoder; KL {exit['kl']:.1e} from whole passes, logits differ by up to "
+            f"{exit['difference']['largest']:.1e}"
+        )
     lines += [
         f"rung 0 differs from the source by {difference['largest']:.1e} in logits up to "
         f"{difference['largest_logit']:.1f}; the source's perplexity is {report['source_perplexity']:.2f}",
@@ -210,6 +221,10 @@ def table(report: dict[str, Any]) -> str:
             f"{rung['rung']} {rung['name']:35}{rung['kl']:8.4f}{rung['perplexity']:12.2f}{rung['same_token']:12.3f}"
             f"{found:>9}  {errors}"
         )
+    if len(report["ladder"]) > 1:
+        steps = zip(report["ladder"], report["ladder"][1:], strict=False)
+        rise, worst = max(((after["kl"] - before["kl"], after) for before, after in steps), key=lambda step: step[0])
+        lines += ["", f"most is lost on rung {worst['rung']}, {worst['name']}: KL {rise:+.4f}"]
     if len(report["text"]) > 1:
         lines += ["", f"{'KL / perplexity':37}" + "".join(f"{text['name'][:22]:>24}" for text in report["text"])]
         for rung in report["ladder"]:

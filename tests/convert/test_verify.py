@@ -300,7 +300,10 @@ def test_wrong_order_and_wrong_counts_are_explained(with_tokenizer, capsys):
     source, out, files = with_tokenizer
     text = ["--text", str(files[0]), "--length", "64"]
     for arguments, words in (
-        ([str(out), str(source)], "of type 'hysparse', got 'llama'; the source comes first"),
+        (
+            [str(out), str(source)],
+            "of type hysparse or hysparse2, got 'llama'; name the folder that `hysparse convert` wrote; the source",
+        ),
         ([str(source), str(out), *text, "--samples", "-1"], "`samples` must be at least 0, got -1"),
         ([str(source), str(out), *text, "--samples", "1"], "room for a sentence beside the secret"),
         ([str(source), str(out), *text, "--windows", "0"], "`windows` at least 1, got 64 and 0"),

@@ -1,0 +1,50 @@
+"""What a conversion measures and fits: one row per generation, beside the one in `architectures`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .bridge_fit import BridgedFittingPass, cross_fitted_layers
+from .cross_fit import cross_tensor
+from .damage import Damage, DamagePass
+from .fit import FittingPass, fitted_layers, fitted_tensor
+from .halves_damage import HalvesDamagePass, check_halves, measured_halves
+from .plan import check_run, measured_layer_plan
+
+
+class Generation(NamedTuple):
+    """One generation.
+
+    Args:
+        fit (`type`): the pass that gives layers their initial values.
+        fitted_layers (`Callable`): of a configuration, which layers these are.
+        fitted_tensor (`Callable`): a parameter by its name inside the layer, from the layer's values.
+        damage (`type`): the pass that measures what a plan costs.
+        measured_plan (`Callable`): fields of the configuration, from damage, configuration and longest sparse run.
+        check_run (`Callable`): of configuration and longest sparse run, raises `ValueError` where no plan has it.
+    """
+
+    fit: type[FittingPass]
+    fitted_layers: Callable[[Any], Sequence[int]]
+    fitted_tensor: Callable[[str, Any, Any], torch.Tensor | None]
+    damage: type[DamagePass]
+    measured_plan: Callable[[Any, Any, int], dict[str, list[str]]]
+    check_run: Callable[[Any, int], None]
+
+
+def _measured(damage: Damage, config: Any, longest_run: int) -> dict[str, list[str]]:
+    return {"layer_plan": measured_layer_plan(damage.matrix, config.layer_plan.count("full"), longest_run)}
+
+
+def _check(config: Any, longest_run: int) -> None:
+    check_run(len(config.layer_plan), config.layer_plan.count("full"), longest_run)
+
+
+# Model type of the configuration -> row.
+GENERATIONS = {
+    "hysparse": Generation(FittingPass, fitted_layers, fitted_tensor, DamagePass, _measured, _check),
+    "hysparse2": Generation(
+        BridgedFittingPass, cross_fitted_layers, cross_tensor, HalvesDamagePass, measured_halves, check_halves
+    ),
+}
