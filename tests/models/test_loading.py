@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from fresh_process import run_isolated
+from models.generations import both_generations
 from models.tiny import SWITCHES, draw_ids, tiny_config, tiny_model
 from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
@@ -224,9 +225,10 @@ print(json.dumps([torch.equal(one, logits[0]) for one in logits]))
     assert run_isolated(body, tmp_path / "modules", folders=folders, ids=IDS.tolist()) == [True] * len(names)
 
 
-def test_remote_code_under_another_transformers_names_the_range_E14(tmp_path):
+@both_generations
+def test_remote_code_under_another_transformers_names_the_range_E14(generation, tmp_path):
     versions = ["4.57.6", "5.16.1", "6.0.0"]
-    tiny_config().save_pretrained(tmp_path / "model")
+    generation.tiny_config().save_pretrained(tmp_path / "model")
     body = """
 messages = []
 for version in argument["versions"]:
@@ -414,8 +416,9 @@ class TestStateDict:
         assert own == {0, 3}
 
     @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-    def test_no_undeclared_storage_is_shared_F11(self, tied):
-        model = tiny_model(tie_word_embeddings=tied)
+    @both_generations
+    def test_no_undeclared_storage_is_shared_F11(self, generation, tied):
+        model = generation.tiny_model(tie_word_embeddings=tied)
         places: dict[int, list[str]] = {}
         for name, tensor in model.state_dict().items():
             places.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
@@ -423,11 +426,12 @@ class TestStateDict:
         assert shared == ([["lm_head.weight", "model.embed_tokens.weight"]] if tied else [])
 
     @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-    def test_tied_and_untied_heads_survive_E04(self, tmp_path, tied):
-        model = tiny_model(tie_word_embeddings=tied)
+    @both_generations
+    def test_tied_and_untied_heads_survive_E04(self, generation, tmp_path, tied):
+        model = generation.tiny_model(tie_word_embeddings=tied)
         model.save_pretrained(tmp_path)
         assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
-        loaded = HySparseForCausalLM.from_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         same = loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
         assert same is tied
         assert torch.equal(loaded(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits)
@@ -487,10 +491,11 @@ class TestClasses:
         assert set(model_class._no_split_modules) <= names
 
 
+@both_generations
 class TestDtype:
     @pytest.fixture
-    def folder(self, tmp_path):
-        tiny_model(dtype=torch.bfloat16).save_pretrained(tmp_path)
+    def folder(self, generation, tmp_path):
+        generation.tiny_model(dtype=torch.bfloat16).save_pretrained(tmp_path)
         return Path(tmp_path)
 
     @pytest.mark.parametrize(
@@ -504,16 +509,16 @@ class TestDtype:
             pytest.param({"dtype": torch.float32}, torch.float32, id="float32"),
         ],
     )
-    def test_parameters_have_the_one_asked_for_E16(self, folder, given, dtype):
-        model = HySparseForCausalLM.from_pretrained(folder, **given)
+    def test_parameters_have_the_one_asked_for_E16(self, generation, folder, given, dtype):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **given)
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         assert model.config.dtype == dtype
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    def test_rotary_frequencies_stay_float32_E16(self, folder, dtype):
-        model = HySparseForCausalLM.from_pretrained(folder, dtype=dtype)
+    def test_rotary_frequencies_stay_float32_E16(self, generation, folder, dtype):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         buffers = dict(model.named_buffers())
         assert buffers
         assert {buffer.dtype for buffer in buffers.values()} == {torch.float32}
-        for name, buffer in tiny_model().named_buffers():
+        for name, buffer in generation.tiny_model().named_buffers():
             assert torch.equal(buffers[name], buffer)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models.generations import both_generations
 from models.tiny import assert_same_logits, draw_ids, tiny_model
 from peft import (
     IA3Config,
@@ -12,8 +13,9 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
+from transformers import AutoModelForCausalLM
 
-from hysparse_hf import HySparseForCausalLM, load_parts, lora_targets, save_parts, train_parts
+from hysparse_hf import load_parts, lora_targets, save_parts, train_parts
 
 
 IDS = draw_ids(2, 36)
@@ -46,22 +48,25 @@ def adapted_names(model):
 
 
 class TestTargets:
-    def test_without_targets_peft_says_what_to_give_G01(self):
+    @both_generations
+    def test_without_targets_peft_says_what_to_give_G01(self, generation):
         with pytest.raises(ValueError, match="Please specify `target_modules`"):
-            get_peft_model(tiny_model(), LoraConfig())
+            get_peft_model(generation.tiny_model(), LoraConfig())
 
     @pytest.mark.parametrize("switches", [{}, EXPERTS, {"full_layer_gate": True}], ids=["default", "moe", "full-gate"])
-    def test_documented_names_are_all_linear_layers_but_the_head_G01(self, switches):
-        automatic = adapted(tiny_model(**switches))
-        named = adapted(tiny_model(**switches), lora_targets(*ALL))
+    @both_generations
+    def test_documented_names_are_all_linear_layers_but_the_head_G01(self, generation, switches):
+        automatic = adapted(generation.tiny_model(**switches))
+        named = adapted(generation.tiny_model(**switches), lora_targets(*ALL))
         parameters = [{n for n, p in m.named_parameters() if p.requires_grad} for m in (automatic, named)]
         assert parameters[0] == parameters[1]
         assert {"q_proj", "gate_global_proj", "gate_local_proj"} <= adapted_names(named)
         assert "lm_head" not in adapted_names(named)
 
     @pytest.mark.parametrize("part", ALL)
-    def test_a_part_is_adapted_alone_and_learns_G01(self, part):
-        model = adapted(tiny_model(), lora_targets(part)).train()
+    @both_generations
+    def test_a_part_is_adapted_alone_and_learns_G01(self, generation, part):
+        model = adapted(generation.tiny_model(), lora_targets(part)).train()
         expected = set(lora_targets(part)) - {"gate_full_proj"}
         assert adapted_names(model) == expected
         model(input_ids=IDS, labels=IDS).loss.backward()
@@ -72,15 +77,19 @@ class TestTargets:
         with pytest.raises(ValueError, match="`parts` must be one or more of"):
             lora_targets(*parts)
 
-    def test_fused_experts_are_adapted_as_parameters_G01(self):
+    @both_generations
+    def test_fused_experts_are_adapted_as_parameters_G01(self, generation):
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         switches = {"initializer_range": 0.1, **EXPERTS}
-        model = adapted(tiny_model(**switches), lora_targets("attention"), target_parameters=names)
+        model = adapted(generation.tiny_model(**switches), lora_targets("attention"), target_parameters=names)
         expected = logits_of(model)
-        assert (expected - logits_of(adapted(tiny_model(**switches), lora_targets("attention")))).abs().max() > 0.05
+        assert (
+            expected - logits_of(adapted(generation.tiny_model(**switches), lora_targets("attention")))
+        ).abs().max() > 0.05
         assert_same_logits(logits_of(model.merge_and_unload()), expected)
 
 
+@both_generations
 class TestMerging:
     CASES = {
         "all-linear": ({}, {}),
@@ -96,35 +105,38 @@ class TestMerging:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
     @pytest.mark.parametrize("case", CASES)
-    def test_merged_saved_and_reloaded_models_equal_the_adapter_G03_G04(self, tmp_path, case, dtype):
+    def test_merged_saved_and_reloaded_models_equal_the_adapter_G03_G04(self, generation, tmp_path, case, dtype):
         switches, options = self.CASES[case]
         # Weights this small keep the rounding of a merged product from growing from layer to layer.
         switches = {"initializer_range": 0.1, **switches}
-        model = adapted(tiny_model(dtype, **switches), **options)
+        model = adapted(generation.tiny_model(dtype, **switches), **options)
         expected = logits_of(model)
-        assert (expected - logits_of(tiny_model(dtype, **switches))).abs().max() > 0.05
+        assert (expected - logits_of(generation.tiny_model(dtype, **switches))).abs().max() > 0.05
         model.save_pretrained(tmp_path / "adapter")
-        reloaded = PeftModel.from_pretrained(tiny_model(dtype, **switches), tmp_path / "adapter").eval()
+        reloaded = PeftModel.from_pretrained(generation.tiny_model(dtype, **switches), tmp_path / "adapter").eval()
         assert torch.equal(logits_of(reloaded), expected)
 
         merged = model.merge_and_unload()
         assert_same_logits(logits_of(merged), expected)
+        with torch.no_grad():
+            last = merged(IDS, attention_mask=MASK, logits_to_keep=2).logits
+        assert_same_logits(last, expected[:, -2:])
         is_tied = merged.lm_head.weight is merged.get_input_embeddings().weight
         assert merged.config.tie_word_embeddings is is_tied
         merged.save_pretrained(tmp_path / "merged")
-        loaded, report = HySparseForCausalLM.from_pretrained(
+        loaded, report = AutoModelForCausalLM.from_pretrained(
             tmp_path / "merged", dtype=dtype, output_loading_info=True
         )
         assert torch.equal(logits_of(loaded), logits_of(merged))
         assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
-    def test_offline_save_with_a_resized_vocabulary_G08(self, tmp_path, monkeypatch):
-        tiny_model().save_pretrained(tmp_path / "base")
+    def test_offline_save_with_a_resized_vocabulary_G08(self, generation, tmp_path, monkeypatch):
+        generation.tiny_model().save_pretrained(tmp_path / "base")
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         monkeypatch.setattr("socket.socket.connect", lambda *args: pytest.fail("the network was asked"))
 
         def resized():
-            base = HySparseForCausalLM.from_pretrained(tmp_path / "base")
+            base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
             base.resize_token_embeddings(70, mean_resizing=False)
             return base
 
@@ -137,11 +149,12 @@ class TestMerging:
         assert torch.equal(logits_of(loaded), expected)
 
 
+@both_generations
 class TestCheckpointing:
     @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
     @pytest.mark.parametrize("inputs_require", [True, False], ids=["inputs-require-grad", "as-it-is"])
-    def test_adapters_get_the_gradients_of_a_plain_run_B02(self, reentrant, inputs_require):
-        model = adapted(tiny_model(torch.float64)).train()
+    def test_adapters_get_the_gradients_of_a_plain_run_B02(self, generation, reentrant, inputs_require):
+        model = adapted(generation.tiny_model(torch.float64)).train()
         steps = []
         for checkpointing in (False, True):
             if checkpointing:
@@ -155,12 +168,13 @@ class TestCheckpointing:
             assert torch.equal(steps[1][name], grad), name
 
 
+@both_generations
 class TestPrompts:
     @pytest.mark.parametrize("kind", [PromptTuningConfig, PromptEncoderConfig], ids=lambda kind: kind.__name__)
     @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "plain"])
-    def test_trains_and_generates_G05(self, kind, checkpointing):
+    def test_trains_and_generates_G05(self, generation, kind, checkpointing):
         options = {"encoder_hidden_size": 16} if kind is PromptEncoderConfig else {}
-        model = tiny_model().train()
+        model = generation.tiny_model().train()
         prompted = get_peft_model(model, kind(task_type="CAUSAL_LM", num_virtual_tokens=5, **options))
         if checkpointing:
             model.gradient_checkpointing_enable()
@@ -172,8 +186,8 @@ class TestPrompts:
         assert torch.equal(prompted.generate(**asked), prompted.generate(**asked, use_cache=False))
 
     @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "plain"])
-    def test_prefixes_are_refused_G05(self, checkpointing):
-        model = tiny_model().train()
+    def test_prefixes_are_refused_G05(self, generation, checkpointing):
+        model = generation.tiny_model().train()
         prefixed = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5))
         if checkpointing:
             model.gradient_checkpointing_enable()
@@ -182,9 +196,12 @@ class TestPrompts:
         with pytest.raises(TypeError, match="must be a HySparseCache, got DynamicCache"):
             prefixed.eval().generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=2, pad_token_id=0)
 
-    def test_scaling_vectors_train_and_merge(self):
+    def test_scaling_vectors_train_and_merge(self, generation):
         targets = ["k_proj", "v_proj", "down_proj"]
-        model = get_peft_model(tiny_model(), IA3Config(target_modules=targets, feedforward_modules=["down_proj"]))
+        model = get_peft_model(
+            generation.tiny_model(initializer_range=0.1),
+            IA3Config(target_modules=targets, feedforward_modules=["down_proj"]),
+        )
         model.train()(input_ids=IDS, labels=IDS).loss.backward()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -216,16 +233,17 @@ def packed(model):
     return model
 
 
+@both_generations
 class TestPackedLinear:
-    @pytest.mark.parametrize("switches", [{}, {"window_branch": "merged_own"}, {"full_layer_gate": True}], ids=str)
-    def test_forward_and_generate_only_call_it_G07(self, switches):
-        plain, model = tiny_model(**switches), packed(tiny_model(**switches))
+    @pytest.mark.parametrize("switches", [{}, {"share_full_kv": False}, {"full_layer_gate": True}], ids=str)
+    def test_forward_and_generate_only_call_it_G07(self, generation, switches):
+        plain, model = generation.tiny_model(**switches), packed(generation.tiny_model(**switches))
         assert torch.equal(logits_of(model), logits_of(plain))
         tokens = [m.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0) for m in (plain, model)]
         assert torch.equal(*tokens)
 
-    def test_gradients_pass_through_it_G07(self):
-        model = packed(tiny_model()).train()
+    def test_gradients_pass_through_it_G07(self, generation):
+        model = packed(generation.tiny_model()).train()
         model.gradient_checkpointing_enable()
         model(IDS, labels=IDS).loss.backward()
         assert model.get_input_embeddings().weight.grad.any()
