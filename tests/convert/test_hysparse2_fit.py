@@ -80,6 +80,28 @@ def test_bridged_keys_are_a_ridge_regression_on_what_the_last_self_layer_reads(m
         assert figures["key_fitted"] == pytest.approx(error.item(), abs=2e-4)
 
 
+@torch.no_grad()
+def test_bridged_values_are_joint_ones_of_the_layers_that_read_them(make_source):
+    source, model = make_source(num_hidden_layers=7, attention_bias=True)
+    job, ids = make_job(source), draw_ids()
+    fits = BridgedFittingPass(job.config, job.mapped, tuple(ids), refit=False).run()
+    read = inputs_of(model, ids)
+    for full, group in ((2, (2, 3, 4)), (5, (5, 6))):
+        moments = ValueMoments([read[1][None]])
+        for layer in group:
+            projection = model.model.layers[layer].self_attn.v_proj
+            value = projection(read[layer]).unflatten(-1, (2, 24)).transpose(0, 1)[None]
+            moments.add([AttentionInputs(read[layer][None], value, value, value)], projection.bias)
+        found, expected = (
+            weight.unflatten(0, (2, 24))
+            for weight in (fits[full].values.projections["v_proj.weight"], moments.joint_values())
+        )
+        # Directions have no sign, and those that tell alike may turn into one another.
+        for head in range(2):
+            left = found[head] - found[head] @ torch.linalg.pinv(expected[head]) @ expected[head]
+            assert left.norm() < 0.05 * found[head].norm()
+
+
 def test_joint_values_tell_most_of_all_layers_values():
     """No other projection of that width explains more: not each layer's own regression, nor a random one near it."""
     generator = torch.Generator().manual_seed(0)
