@@ -116,6 +116,24 @@ class TestPlan:
         assert tiny_config(**fields).leaves_early is leaves
 
 
+@pytest.mark.parametrize("settings", [{}, {"share_full_kv": False}], ids=["shared", "own-kv"])
+def test_head_dim_of_its_own_shapes_every_projection_C02(tmp_path, settings):
+    tiny_config(head_dim=40, v_head_dim=24, **settings).save_pretrained(tmp_path)
+    config = HySparse2Config.from_pretrained(tmp_path)
+    assert (config.head_dim, config.v_head_dim) == (40, 24)
+    widths = {
+        "q_proj": 4 * 40,
+        "k_proj": 2 * 40,
+        "v_proj": 2 * 24,
+        "gate_local_proj": 4 * 24,
+        "gate_global_proj": 4 * 24,
+    }
+    for layer in HySparse2ForCausalLM(config).model.layers:
+        for name, module in layer.self_attn.named_children():
+            if name.endswith("_proj"):
+                assert module.weight.shape == ((64, 4 * 24) if name == "o_proj" else (widths[name], 64)), name
+
+
 class TestPaper:
     def test_keys_and_values_of_a_million_tokens_in_fp8_are_2_69_gigabytes(self):
         config = HySparse2Config.paper_80b_a3b()

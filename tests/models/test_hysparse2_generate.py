@@ -45,7 +45,7 @@ def test_A31_greedy_equals_uncached(switch):
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 6, 7, 10, 11, 12])
-def test_prompt_lengths_around_window_and_budget(length):
+def test_prompt_lengths_around_window_and_budget_C23(length):
     model = tiny_model()
     ids = draw_ids(2, length)
     assert torch.equal(greedy(model, ids), uncached_greedy(model, ids, 12))

@@ -3,6 +3,7 @@
 import naive_model
 import pytest
 import torch
+from models.generations import both_generations
 from models.tiny import SWITCHES, draw_ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -176,8 +177,9 @@ class TestAutocast:
 
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     @pytest.mark.parametrize("still_on", [False, True], ids=["backward-outside", "backward-inside"])
-    def test_backward_under_bfloat16_meets_no_float16_C19(self, device, still_on):
-        model = tiny_model(initializer_range=0.05).train().to(device)
+    @both_generations
+    def test_backward_under_bfloat16_meets_no_float16_C19(self, generation, device, still_on):
+        model = generation.tiny_model(initializer_range=0.05).train().to(device)
         ids = ROW.to(device)
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = model(ids, labels=ids).loss
@@ -186,8 +188,9 @@ class TestAutocast:
         assert {torch.bfloat16, torch.float32} <= seen.dtypes
         assert torch.float16 not in seen.dtypes
 
-    def test_generate_runs_C18(self):
-        model = tiny_model()
+    @both_generations
+    def test_generate_runs_C18(self, generation):
+        model = generation.tiny_model()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             tokens = model.generate(ROW[:, :9], max_new_tokens=4, do_sample=False, pad_token_id=0)
         assert tokens.shape == (1, 13)
@@ -218,12 +221,15 @@ class TestAutocast:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("value", "open_gate"), [(1e4, True), (-1e4, False)], ids=["open", "shut"])
-def test_gates_saturate_without_nan_C25(dtype, value, open_gate):
-    model = tiny_model(dtype, layer_plan=["full", "sparse"], initializer_range=0.05).train()
-    attention = model.model.layers[1].self_attn
+@both_generations
+def test_gates_saturate_without_nan_C25(generation, dtype, value, open_gate):
+    model = generation.tiny_model(dtype, initializer_range=0.05).train()
+    attention = model.model.layers[-1].self_attn
+    gates = [module for name, module in attention.named_children() if name.startswith("gate_")]
+    assert gates
     with torch.no_grad():
-        for branch in ("global", "local"):
-            getattr(attention, f"gate_{branch}_proj").bias.fill_(value)
+        for gate in gates:
+            gate.bias.fill_(value)
     inputs = []
     attention.o_proj.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     model(ROW, labels=ROW, use_cache=False).loss.backward()
