@@ -1,13 +1,8 @@
-"""Public operations: check the arguments once, choose a back end, call it.
+"""Public operations of attention: check the arguments once, then call a back end (see `dispatch_hysparse`).
 
-All take tensors of layout `(batch, heads, length, head_dim)`. Back ends: `"reference"` (plain torch, any float dtype
-and device) and `"triton"`. A back end asked for by name never falls back; `"auto"` takes the best that can do the
-call, and the environment variable `HYSPARSE_BACKEND` overrides `"auto"`.
+All take tensors of layout `(batch, heads, length, head_dim)`.
 """
 
-import functools
-import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,6 +19,7 @@ from .attention_checks_hysparse import (
     checked_rows,
     scaling_or_default,
 )
+from .dispatch_hysparse import BACKENDS, Operations, resolve_backend
 from .reference_hysparse import block_sparse_attention as block_sparse_reference
 from .reference_hysparse import full_attention_with_oracle as full_attention_reference
 from .reference_hysparse import full_attention_with_token_oracle as token_oracle_reference
@@ -33,42 +29,12 @@ from .reference_hysparse import token_sparse_attention as token_sparse_reference
 from .rows_hysparse import Rows
 
 
-logger = logging.getLogger(__name__)
+def _load_kernels() -> dict[str, Callable[..., tuple]]:
+    from .triton_block_sparse import block_sparse_attention, selection_layouts
+    from .triton_full_attention import full_attention_with_oracle
+    from .triton_sliding_window import sliding_window_attention
+    from .triton_sparse_layer import sparse_layer_attention
 
-BACKENDS = ("auto", "reference", "triton")
-
-# The loader of checkpoints copies only files that it finds in literal imports, so back ends are imported by name.
-_REFERENCE: dict[str, Callable[..., tuple]] = {
-    "full_attention_with_oracle": full_attention_reference,
-    "full_attention_with_token_oracle": token_oracle_reference,
-    "block_sparse_attention": block_sparse_reference,
-    "token_sparse_attention": token_sparse_reference,
-    "sliding_window_attention": sliding_window_reference,
-    "sparse_layer_attention": sparse_layer_reference,
-}
-
-
-# Filled by the first call that may use the kernels; a cached function would warn under torch.compile.
-_LOADED: list[dict[str, Callable[..., tuple]] | ImportError] = []
-# Operations whose kernel failed once: a compiler that fails takes seconds for it, and would at every call.
-_FAILED: set[str] = set()
-
-
-def _kernels() -> dict[str, Callable[..., tuple]] | ImportError:
-    """The Triton operations by name, or why there are none."""
-    if not _LOADED:
-        _LOADED.append(_load_kernels())
-    return _LOADED[0]
-
-
-def _load_kernels() -> dict[str, Callable[..., tuple]] | ImportError:
-    try:
-        from .triton_block_sparse import block_sparse_attention, selection_layouts
-        from .triton_full_attention import full_attention_with_oracle
-        from .triton_sliding_window import sliding_window_attention
-        from .triton_sparse_layer import sparse_layer_attention
-    except ImportError as error:
-        return error
     return {
         "full_attention_with_oracle": full_attention_with_oracle,
         "block_sparse_attention": _with_merged_window(block_sparse_attention, sliding_window_attention),
@@ -102,69 +68,24 @@ def _with_merged_window(
     return attend
 
 
-def _requested(backend: str) -> str:
-    source = "`backend`"
-    if backend == "auto":
-        backend, source = os.environ.get("HYSPARSE_BACKEND", "auto"), "environment variable HYSPARSE_BACKEND"
-    if backend not in BACKENDS:
-        raise ValueError(f"{source} must be one of {BACKENDS}, got {backend!r}.")
-    return backend
+OPERATIONS = Operations(
+    {
+        "full_attention_with_oracle": full_attention_reference,
+        "full_attention_with_token_oracle": token_oracle_reference,
+        "block_sparse_attention": block_sparse_reference,
+        "token_sparse_attention": token_sparse_reference,
+        "sliding_window_attention": sliding_window_reference,
+        "sparse_layer_attention": sparse_layer_reference,
+    },
+    _load_kernels,
+)
 
 
-def resolve_backend(backend: str, device: torch.device | None = None) -> str:
-    """The back end that `backend` means for tensors on `device` (default: the best device here).
-
-    Returns:
-        `"reference"` or `"triton"`; single calls that the kernels do not take may still go to the reference.
-    Raises:
-        ValueError: an unknown name, given or in `HYSPARSE_BACKEND`.
-    """
-    requested = _requested(backend)
-    if requested != "auto":
-        return requested
-    on_cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
-    return "triton" if on_cuda and not isinstance(_kernels(), ImportError) else "reference"
-
-
-def _run(backend: str, operation: str, query: torch.Tensor, *others: torch.Tensor, **options) -> tuple:
-    """Call the operation on its back end; `auto` goes to the reference where the kernels do not take the call."""
+def _run(backend: str, operation: str, *tensors: torch.Tensor, **options) -> tuple:
+    """Call the operation on its back end; `auto` draws attention maps by the reference."""
     if options.get("return_weights") and backend == "auto":
         backend = "reference"
-    by_name = _requested(backend) == "triton"
-    if resolve_backend(backend, query.device) == "triton" and (by_name or operation not in _FAILED):
-        kernels = _kernels()
-        if isinstance(kernels, ImportError):
-            raise kernels
-        try:
-            if operation not in kernels:
-                raise NotImplementedError(f"`{operation}` has no Triton kernel; use backend='reference'.")
-            return kernels[operation](query, *others, **options)
-        except NotImplementedError as reason:
-            if by_name:
-                raise
-            _log_once(f"`{operation}` runs on the reference back end: {reason}")
-        except Exception as failure:
-            _do_without_kernel(operation, failure, by_name)
-    options.pop("layouts", None)
-    return _REFERENCE[operation](query, *others, **options)
-
-
-def _do_without_kernel(operation: str, failure: Exception, by_name: bool) -> None:
-    """Compilers and drivers fail in ways of their own: warn and remember it, or raise it where kernels are a must."""
-    # The reference needs more memory than the kernels do.
-    if by_name or isinstance(failure, torch.OutOfMemoryError):
-        raise failure
-    _FAILED.add(operation)
-    logger.warning(
-        f"`{operation}` runs on the reference back end from now on: its Triton kernel failed with "
-        f"{type(failure).__name__}: {failure}. Set HYSPARSE_BACKEND=reference to leave the kernels out, or "
-        "HYSPARSE_BACKEND=triton to make this an error."
-    )
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    logger.info(message)
+    return OPERATIONS.run(backend, operation, *tensors, **options)
 
 
 def full_attention_with_oracle(
@@ -334,7 +255,7 @@ def block_sparse_attention(
         window=window,
         scaling=scaling_or_default(scaling, query),
         rows=checked_rows(rows, query, key),
-        layouts=layouts,
+        for_kernel={"layouts": layouts},
         return_weights=return_weights,
     )
     return _asked_for(results, return_lse, return_weights)
@@ -498,7 +419,7 @@ def sparse_layer_attention(
         gate_local=gate_local,
         sink_global=sink_global,
         sink_local=sink_local,
-        layouts=layouts,
+        for_kernel={"layouts": layouts},
     )
     return output
 
@@ -523,14 +444,10 @@ def selection_layouts(
         enabled; None where the reference runs.
     """
     check_indices(indices, query, key)
-    kernels = _kernels()
-    if resolve_backend(backend, query.device) != "triton" or isinstance(kernels, ImportError):
-        return None
-    by_name = _requested(backend) == "triton"
-    if not by_name and "selection_layouts" in _FAILED:
-        return None
     try:
-        return kernels["selection_layouts"](
+        return OPERATIONS.by_kernel(
+            backend,
+            "selection_layouts",
             query,
             key,
             value,
@@ -539,10 +456,7 @@ def selection_layouts(
             rows=checked_rows(rows, query, key),
             for_backward=torch.is_grad_enabled(),
         )
-    except NotImplementedError:
-        return None
-    except Exception as failure:
-        _do_without_kernel("selection_layouts", failure, by_name)
+    except (NotImplementedError, ImportError):
         return None
 
 
@@ -573,3 +487,17 @@ def merge_branches(
 def _asked_for(results: tuple[torch.Tensor, ...], return_lse: bool, return_weights: bool):
     asked = [results[0]] + [results[1]] * return_lse + [results[2]] * return_weights
     return asked[0] if len(asked) == 1 else tuple(asked)
+
+
+__all__ = [
+    "BACKENDS",
+    "block_sparse_attention",
+    "full_attention_with_oracle",
+    "full_attention_with_token_oracle",
+    "merge_branches",
+    "resolve_backend",
+    "selection_layouts",
+    "sliding_window_attention",
+    "sparse_layer_attention",
+    "token_sparse_attention",
+]

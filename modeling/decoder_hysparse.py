@@ -16,6 +16,7 @@ from .attention_hysparse import (
 )
 from .cache_hysparse import HySparseCache
 from .configuration_hysparse import HySparseConfig
+from .dispatch_hysparse import backend_of
 from .layers_hysparse import HySparseMLP, HySparseRMSNorm, Rotation, rotate
 from .moe_hysparse import HySparseMoE
 from .rows_hysparse import Rows, TokenLayout
@@ -61,9 +62,9 @@ class HySparseAttention(nn.Module):
             self.v_proj = nn.Linear(hidden, kv_heads * self.v_head_dim, bias=bias)
         self.o_proj = nn.Linear(self.num_heads * self.v_head_dim, hidden, bias=config.attention_output_bias)
         if config.use_qk_norm:
-            self.q_norm = HySparseRMSNorm(self.head_dim, config.rms_norm_eps)
+            self.q_norm = HySparseRMSNorm(self.head_dim, config.rms_norm_eps, config)
             if config.cache_plan[layer_idx] != "none":
-                self.k_norm = HySparseRMSNorm(self.head_dim, config.rms_norm_eps)
+                self.k_norm = HySparseRMSNorm(self.head_dim, config.rms_norm_eps, config)
 
         widths = {"elementwise": self.num_heads * self.v_head_dim, "headwise": self.num_heads, "none": 0}
         for branch in self._gated_branches(widths[config.gate_granularity]):
@@ -122,7 +123,7 @@ class HySparseAttention(nn.Module):
         query = self._heads(self.q_proj, hidden_states, "q_norm")
         indices = layouts = None
         options = {"return_weights": output_attentions, "backend": self._backend()}
-        own_query = layout.compact(rotate(query, rotations[self.kind]))
+        own_query = self._turned(query, rotations[self.kind], layout)
         if own_states is None and hasattr(self, "k_proj"):
             own_states = self.keys_and_values(hidden_states, layout, rotations, cache)
         key, value = own_states or (None, None)
@@ -138,7 +139,7 @@ class HySparseAttention(nn.Module):
         elif self.kind == "window":
             results = {"local": self._window_of_own(own, layout, options)}
         else:
-            shared_query = own_query if self.turns_as_full else layout.compact(rotate(query, rotations["full"]))
+            shared_query = own_query if self.turns_as_full else self._turned(query, rotations["full"], layout)
             shared = (shared_query, shared_key, shared_value)
             selection = (shared_indices, shared_layouts)
             results = self._sparse(own, shared, selection, hidden_states, layout, options)
@@ -158,12 +159,16 @@ class HySparseAttention(nn.Module):
         cache: HySparseCache | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Project states in slot order into compact keys and values; with a cache, add them and return all."""
-        key = layout.compact(rotate(self._heads(self.k_proj, hidden_states, "k_norm"), rotations[self.kind]))
+        key = self._turned(self._heads(self.k_proj, hidden_states, "k_norm"), rotations[self.kind], layout)
         value = layout.compact(self._heads(self.v_proj, hidden_states))
         return (key, value) if cache is None else cache.update(key, value, self.layer_idx, layout=layout)
 
     def _backend(self) -> str:
-        return "reference" if self.config._attn_implementation == "eager" else "auto"
+        return backend_of(self.config)
+
+    def _turned(self, states: torch.Tensor, rotation: Rotation, layout: TokenLayout) -> torch.Tensor:
+        """Queries or keys in slot order, turned by their positions, in compact order."""
+        return layout.compact(rotate(states, rotation, backend=self._backend()))
 
     def _heads(self, projection: nn.Module, hidden_states: torch.Tensor, norm: str = "") -> torch.Tensor:
         dim = self.v_head_dim if norm == "" else self.head_dim
@@ -311,8 +316,8 @@ class HySparseDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.self_attn = self.attention_class(config, layer_idx)
         self.mlp = HySparseMoE(config) if config.moe_plan[layer_idx] else HySparseMLP(config)
-        self.input_layernorm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps, config)
+        self.post_attention_layernorm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps, config)
 
     def forward(
         self,

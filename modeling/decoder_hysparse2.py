@@ -25,7 +25,7 @@ class HySparse2Attention(HySparseAttention):
         self.source = config.bridge_plan[layer_idx]
         self.offers_states = config.bridge_source == "normed" and layer_idx in config.bridge_plan
         if config.bridge_source == "residual" and self.source not in (None, SELF_OUTPUT):
-            self.bridge_norm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.bridge_norm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps, config)
 
     @property
     def n_selected(self) -> int:

@@ -1,6 +1,10 @@
-"""Parts of a decoder layer that are not about sparsity: norm, rotary embedding, feed-forward network."""
+"""Parts of a decoder layer that are not about sparsity: norm, rotary embedding, feed-forward network.
+
+Their operations choose a back end as those of attention do (see `dispatch_hysparse`).
+"""
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -9,23 +13,79 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .configuration_hysparse import HySparseConfig
+from .dispatch_hysparse import Operations, backend_of
+from .reference_layers_hysparse import rms_norm as rms_norm_reference
+from .reference_layers_hysparse import rotate as rotate_reference
+from .reference_layers_hysparse import swiglu as swiglu_reference
 
 
 Rotation = tuple[torch.Tensor, torch.Tensor] | None
 
 
-class HySparseRMSNorm(nn.Module):
-    """Root mean square normalisation; the statistics are float32."""
+def _load_kernels() -> dict[str, Callable[..., torch.Tensor]]:
+    from .triton_rms_norm import rms_norm
+    from .triton_rotary import rotate
+    from .triton_swiglu import swiglu
 
-    def __init__(self, size: int, eps: float):
+    return {"rms_norm": rms_norm, "rotate": rotate, "swiglu": swiglu}
+
+
+OPERATIONS = Operations(
+    {"rms_norm": rms_norm_reference, "rotate": rotate_reference, "swiglu": swiglu_reference}, _load_kernels
+)
+
+
+def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: str = "auto") -> torch.Tensor:
+    """Root mean square normalisation of the last dimension.
+
+    Args:
+        states (`torch.Tensor`): `(..., width)`, floating point; the statistics are float32 (float64 for float64).
+        weight (`torch.Tensor`): `(width,)`, multiplies the normalised values, which are rounded to the states' dtype.
+        eps (`float`): added to the mean of the squares.
+        backend (`str`): `"auto"`, `"reference"` or `"triton"`.
+    Returns:
+        `torch.Tensor`: shaped like `states`, in the wider dtype of both.
+    Raises:
+        NotImplementedError: valid, but the back end asked for cannot do it.
+    """
+    return OPERATIONS.run(backend, "rms_norm", states, weight, eps=eps)
+
+
+def rotate(states: torch.Tensor, rotation: Rotation, *, backend: str = "auto") -> torch.Tensor:
+    """Apply a rotary embedding to `(batch, heads, length, head_dim)`; channels beyond its width pass through.
+
+    Args:
+        rotation (`tuple[torch.Tensor, torch.Tensor]`, *optional*): cosines and sines `(batch or 1, length, width)`;
+            None leaves the states as they are.
+        backend (`str`): `"auto"`, `"reference"` or `"triton"`.
+    Returns:
+        `torch.Tensor`: in the dtype of `states`: under autocast the cosines are float32 and the projections are not.
+    Raises:
+        NotImplementedError: valid, but the back end asked for cannot do it.
+    """
+    return states if rotation is None else OPERATIONS.run(backend, "rotate", states, *rotation)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+    """`silu(gate) * up`, both of one shape; the first factor is rounded to the dtype of `gate`.
+
+    Raises:
+        NotImplementedError: valid, but the back end asked for cannot do it.
+    """
+    return OPERATIONS.run(backend, "swiglu", gate, up)
+
+
+class HySparseRMSNorm(nn.Module):
+    """Root mean square normalisation, on the back end that `config`, where it is given, asks for."""
+
+    def __init__(self, size: int, eps: float, config: HySparseConfig | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.config = config
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        states = hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()
-        states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * states.to(hidden_states.dtype)
+        return rms_norm(hidden_states, self.weight, self.eps, backend=backend_of(self.config))
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
@@ -84,26 +144,12 @@ class HySparseRotaryEmbedding(nn.Module):
         return cos.to(states.dtype), sin.to(states.dtype)
 
 
-def rotate(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Apply a rotary embedding to `(batch, heads, length, head_dim)`; channels beyond its width pass through.
-
-    The result has the dtype of `states`: under autocast the cosines are float32 and the projections are not.
-    """
-    if rotation is None:
-        return states
-    cos, sin = (part.unsqueeze(1) for part in rotation)
-    width = cos.shape[-1]
-    turned, rest = states[..., :width], states[..., width:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = (turned * cos + torch.cat((-second, first), dim=-1) * sin).to(states.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
-
-
 class HySparseMLP(nn.Module):
     """Gated feed-forward network; its width is the configuration's unless given."""
 
     def __init__(self, config: HySparseConfig, intermediate_size: int | None = None):
         super().__init__()
+        self.config = config
         width = config.intermediate_size if intermediate_size is None else intermediate_size
         self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
@@ -111,4 +157,7 @@ class HySparseMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        if self.config.hidden_act == "silu":
+            return self.down_proj(swiglu(gate, up, backend=backend_of(self.config)))
+        return self.down_proj(self.act_fn(gate) * up)

@@ -120,7 +120,7 @@ class HySparseModel(HySparsePreTrainedModel):
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps, config)
         kinds = ["full"] + [kind for kind in ("sparse", "window") if config.rope_for(kind) != config.rope_for("full")]
         self.rotary_emb = nn.ModuleDict(
             {kind: HySparseRotaryEmbedding(config, kind) for kind in kinds if config.rope_for(kind) is not None}

@@ -55,7 +55,7 @@ class HySparse2Model(HySparse2PreTrainedModel, HySparseModel):
     def __init__(self, config: HySparse2Config):
         super().__init__(config)
         if SELF_OUTPUT in config.bridge_plan:
-            self.bridge_norm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.bridge_norm = HySparseRMSNorm(config.hidden_size, config.rms_norm_eps, config)
             # Once more, for the part that is new.
             self.post_init()
 

@@ -24,6 +24,7 @@ from hysparse_hf.modeling.attention_hysparse import (
     sliding_window_attention,
     sparse_layer_attention,
 )
+from hysparse_hf.modeling.layers_hysparse import rms_norm, rotate, swiglu
 
 
 class NoCard:
@@ -90,7 +91,11 @@ def main(
             ),
         ]
 
-    outputs = every_operation(query, indices, gates)
+    rotation = [states(1, head_dim)[0].detach() for _ in range(2)]
+    weight = torch.zeros(head_dim, requires_grad=True)
+    layer = rms_norm(query, weight, 1e-6, backend="triton")
+    layer = rotate(swiglu(layer, layer, backend="triton"), rotation, backend="triton")
+    outputs = [*every_operation(query, indices, gates), layer]
     torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
     with torch.no_grad():
         for few in (1, 16):

@@ -20,12 +20,13 @@ MODELING_THIRD_PARTY = {"torch", "transformers", "huggingface_hub"}
 # Stem prefix of a file in modeling/ -> prefixes of the siblings that it may import.
 MODELING_ARROWS = {
     "modeling": {"modeling", "decoder", "inputs", "layers", "moe", "cache", "compat", "configuration", "rows"},
-    "decoder": {"decoder", "layers", "moe", "cache", "attention", "configuration", "rows"},
+    "decoder": {"decoder", "layers", "moe", "cache", "attention", "dispatch", "configuration", "rows"},
     "inputs": {"cache", "compat", "configuration", "rows"},
     "moe": {"layers", "configuration"},
-    "layers": {"layers", "configuration"},
+    "layers": {"layers", "dispatch", "reference", "triton", "configuration"},
     "cache": {"cache", "compat", "configuration", "rows"},
-    "attention": {"attention", "reference", "triton", "selection", "rows"},
+    "attention": {"attention", "dispatch", "reference", "triton", "selection", "rows"},
+    "dispatch": {"triton"},
     "reference": {"reference", "selection", "rows"},
     "triton": {"triton", "selection", "rows"},
     "selection": {"rows"},

@@ -7,7 +7,7 @@ import torch
 from kernel_checks import DEVICE
 from models.tiny import assert_same_logits, draw_ids, tiny_model
 
-from hysparse_hf.modeling import attention_hysparse
+from hysparse_hf.modeling import attention_hysparse, dispatch_hysparse
 
 
 pytest.importorskip("triton")
@@ -15,9 +15,12 @@ pytest.importorskip("triton")
 from hysparse_hf.modeling import (  # noqa: E402
     triton_block_sparse,
     triton_full_attention,
+    triton_rms_norm,
+    triton_rotary,
     triton_selection_layouts,
     triton_sliding_window,
     triton_sparse_layer,
+    triton_swiglu,
 )
 
 
@@ -27,6 +30,9 @@ KERNELS = {
     "sparse_layer_attention": (triton_sparse_layer, "_sparse_layer_fwd_kernel"),
     "block_sparse_attention": (triton_block_sparse, "_block_sparse_fwd_kernel"),
     "sliding_window_attention": (triton_sliding_window, "_sliding_window_fwd_kernel"),
+    "rms_norm": (triton_rms_norm, "_rms_norm_fwd_kernel"),
+    "rotate": (triton_rotary, "_rotary_kernel"),
+    "swiglu": (triton_swiglu, "_swiglu_fwd_kernel"),
 }
 # Operations that only some configurations run.
 SWITCHES = dict.fromkeys(("block_sparse_attention", "sliding_window_attention"), {"window_branch": "merged_own"})
@@ -49,12 +55,11 @@ class FailingKernel:
 def model(monkeypatch, request):
     """A model whose layers take the kernels, as they do on a card: blocks of 16 are the smallest that these know."""
     monkeypatch.delenv("HYSPARSE_BACKEND", raising=False)
-    monkeypatch.setattr(attention_hysparse, "_FAILED", set())
-    requested = attention_hysparse._requested
+    monkeypatch.setattr(dispatch_hysparse, "_FAILED", set())
     monkeypatch.setattr(
-        attention_hysparse,
-        "resolve_backend",
-        lambda backend, device: "triton" if requested(backend) == "auto" else requested(backend),
+        dispatch_hysparse,
+        "_on_device",
+        lambda requested, device: "triton" if requested == "auto" else requested,
     )
     switches = SWITCHES.get(request.param, {}) if hasattr(request, "param") else {}
     model = tiny_model(layer_plan=["full", "sparse"], oracle_block_size=16, oracle_budget=32, **switches)
@@ -72,7 +77,7 @@ def reference_logits(model):
 def test_a_kernel_that_fails_gives_way_to_the_reference_with_one_warning_D07(model, operation, monkeypatch, caplog):
     kernel = FailingKernel(RuntimeError("PassManager::run failed"))
     monkeypatch.setattr(*KERNELS[operation], kernel)
-    with caplog.at_level(logging.WARNING, logger=attention_hysparse.__name__):
+    with caplog.at_level(logging.WARNING, logger=dispatch_hysparse.__name__):
         for _ in range(2):
             assert_same_logits(model(ROW).logits, reference_logits(model))
     assert kernel.launches == 1
@@ -86,7 +91,7 @@ def test_layouts_that_fail_are_left_to_each_layer_D07(model, monkeypatch, caplog
     monkeypatch.setattr(triton_selection_layouts, "_tile_union_kernel", kernel)
     states = [torch.zeros(1, 1, 40, 16, device=DEVICE)] * 3
     indices = torch.zeros(1, 1, 40, 1, dtype=torch.int32, device=DEVICE)
-    with caplog.at_level(logging.WARNING, logger=attention_hysparse.__name__):
+    with caplog.at_level(logging.WARNING, logger=dispatch_hysparse.__name__):
         for _ in range(2):
             assert attention_hysparse.selection_layouts(*states, indices, block_size=16) is None
     assert (kernel.launches, len(caplog.records)) == (1, 1)

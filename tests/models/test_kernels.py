@@ -103,7 +103,7 @@ def test_checkpointed_model_equals_the_reference(reentrant, monkeypatch):
 
 
 def test_layouts_are_made_once_for_each_full_layer(monkeypatch):
-    kernels = attention_hysparse._kernels()
+    kernels = attention_hysparse.OPERATIONS.kernels
     made, counts = kernels["selection_layouts"], []
 
     def counted(*args, **options):

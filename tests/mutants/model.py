@@ -62,7 +62,7 @@ MUTANTS = {
     ),
     "shared-query-turned-by-the-own-setting": Mutant(
         DECODER,
-        'shared_query = own_query if self.turns_as_full else layout.compact(rotate(query, rotations["full"]))',
+        'shared_query = own_query if self.turns_as_full else self._turned(query, rotations["full"], layout)',
         "shared_query = own_query",
         "tests/models/test_config.py::TestKindsOfRotation::test_logits_equal_the_loops",
     ),

@@ -34,6 +34,14 @@ KERNELS = {
     "_decode_full_finish_kernel",
     "_decode_sparse_kernel",
 }
+# Of the operations around attention, which have no matrix products.
+KERNELS_AROUND = {
+    "_rms_norm_fwd_kernel",
+    "_rms_norm_bwd_kernel",
+    "_rotary_kernel",
+    "_swiglu_fwd_kernel",
+    "_swiglu_bwd_kernel",
+}
 
 
 def compile_all(**shape):
@@ -50,7 +58,7 @@ def check(dtype="bfloat16", heads=8, kv_heads=2, dims=(128, 128), block_size=64)
     found = compile_all(
         dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=dims[0], v_head_dim=dims[1], block_size=block_size
     )
-    assert {kernel["name"] for kernel in found} == KERNELS
+    assert {kernel["name"] for kernel in found} == KERNELS | KERNELS_AROUND
     assert [kernel for kernel in found if kernel["shared"] > MOST_SHARED] == []
     return found
 

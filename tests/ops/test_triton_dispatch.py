@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_checks import DEVICE, evaluate, make_states
 
-from hysparse_hf.modeling import attention_hysparse
+from hysparse_hf.modeling import dispatch_hysparse
 from hysparse_hf.modeling.attention_hysparse import (
     block_sparse_attention,
     full_attention_with_oracle,
@@ -14,6 +14,7 @@ from hysparse_hf.modeling.attention_hysparse import (
     sliding_window_attention,
     sparse_layer_attention,
 )
+from hysparse_hf.modeling.layers_hysparse import rms_norm, rotate, swiglu
 from hysparse_hf.modeling.rows_hysparse import Rows
 
 
@@ -30,7 +31,7 @@ def test_auto_means_triton_on_cuda_alone(monkeypatch):
 
 def test_without_triton_auto_is_the_reference_and_the_name_is_an_error(monkeypatch):
     monkeypatch.delenv("HYSPARSE_BACKEND", raising=False)
-    monkeypatch.setattr(attention_hysparse, "_kernels", lambda: ImportError("pip install triton"))
+    monkeypatch.setattr(dispatch_hysparse, "missing_triton", lambda: ImportError("pip install triton"))
     assert resolve_backend("auto", torch.device("cuda")) == "reference"
     with pytest.raises(ImportError, match="pip install"):
         sliding_window_attention(*make_states(3), window=2, backend="triton")
@@ -48,9 +49,9 @@ def test_named_back_end_refuses_what_it_cannot_do():
 
 
 def test_more_keys_than_the_kernels_number_are_refused_by_name():
-    query, key, value = make_states(1, 3)
+    query, key, value = make_states(17)
     key, value = (states[:, :, :1].expand(-1, -1, 2**26 + 1, -1) for states in (key, value))
-    indices = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=DEVICE)
+    indices = torch.zeros(1, 1, 17, 1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(NotImplementedError, match=r"up to 2\*\*26 keys, got 67108865"):
         block_sparse_attention(query, key, value, indices, block_size=16, backend="triton")
 
@@ -64,10 +65,10 @@ def test_branches_of_two_dtypes_are_refused_by_name():
 
 def test_auto_goes_to_the_reference_and_says_so_once(monkeypatch, caplog):
     monkeypatch.delenv("HYSPARSE_BACKEND", raising=False)
-    monkeypatch.setattr(attention_hysparse, "resolve_backend", lambda backend, device: "triton")
-    attention_hysparse._log_once.cache_clear()
+    monkeypatch.setattr(dispatch_hysparse, "_on_device", lambda requested, device: "triton")
+    dispatch_hysparse._log_once.cache_clear()
     states = [tensor.double() for tensor in make_states(4)]
-    with caplog.at_level(logging.INFO, logger=attention_hysparse.__name__):
+    with caplog.at_level(logging.INFO, logger=dispatch_hysparse.__name__):
         for _ in range(2):
             output = sliding_window_attention(*states, window=2)
     assert output.dtype == torch.float64
@@ -93,6 +94,20 @@ def test_compiled_graph_is_whole_and_differentiable(operation, compiler):
     for x, y in zip(evaluate(compiled, states), evaluate(call, states), strict=True):
         # A compiler may round the merging of two branches otherwise; the kernels it cannot touch.
         torch.testing.assert_close(x, y, **({} if operation == "merged" else {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_compiled_graph_of_what_surrounds_attention_is_whole(compiler):
+    states, weight = make_states(9)[0], torch.linspace(0, 1, 16, device=DEVICE)
+    rotation = tuple(torch.linspace(start, 1, 9 * 16, device=DEVICE).view(1, 9, 16) for start in (-1, 0))
+
+    def call(states, weight):
+        normed = rms_norm(states, weight, 1e-6, backend="triton")
+        return (swiglu(rotate(normed, rotation, backend="triton"), states, backend="triton"),)
+
+    compiled = torch.compile(call, fullgraph=True, backend=compiler)
+    for x, y in zip(*(evaluate(each, [states, weight]) for each in (compiled, call)), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,52 @@
+"""What the kernels around attention share: which calls they take, and when a launch needs no operation around it."""
+
+import torch
+
+from .triton_common import DTYPES, is_interpreted
+
+
+# Subclasses carry meanings of their own, as a DTensor of tensor parallelism does.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def refuse(rule: str | None) -> None:
+    """Raise NotImplementedError where a call breaks a rule of the kernels; `rule` says it, and what came."""
+    if rule is not None:
+        raise NotImplementedError(f"the Triton kernels take {rule}; use backend='reference'.")
+
+
+def check_tensors(*tensors: torch.Tensor) -> None:
+    """Raise NotImplementedError for tensors that no kernel here takes; it runs at every call of a decode step."""
+    device = tensors[0].get_device()
+    rule = None
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            rule = f"plain tensors, got {type(tensor).__name__}"
+        elif tensor.dtype not in DTYPES:
+            rule = f"one of {DTYPES}, got {tensor.dtype}"
+        elif tensor.get_device() != device:
+            rule = f"tensors on one device, got {tensors[0].device} and {tensor.device}"
+        elif not tensor.is_cuda and not (tensor.is_cpu and is_interpreted()):
+            rule = f"tensors on a CUDA device, got {tensor.device}"
+    refuse(rule)
+
+
+def parts_of(count: int, size: int) -> int:
+    """How many parts of `size` hold `count`. Triton's own function costs more than a launch."""
+    return -(-count // size)
+
+
+def padded_width(width: int) -> int:
+    """The power of two, at least 16, that holds `width` values; see `parts_of`."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def is_bare(*tensors: torch.Tensor) -> bool:
+    """Whether neither autograd nor a compiler watches the call.
+
+    Then the kernel is launched as it is: a registered operation costs a few times what its launch does, which a decode
+    step would pay hundreds of times.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
