@@ -44,7 +44,10 @@ MUTANTS = {
     "window-as-a-second-branch": Mutant(DECODER2, 'return "merged_shared" if', 'return "shared_kv" if', LOGITS2),
     "oracle-lists-the-forced-window": Mutant(DECODER2, "window=self.forced_window", "window=0", LOGITS2),
     "cross-layers-project-their-own-input": Mutant(
-        DECODER2, "        if bridged_states is not None:", "        if False:", LOGITS2
+        DECODER2,
+        "own_states = None\n        if bridged_states is not None:",
+        "own_states = None\n        if False:",
+        LOGITS2,
     ),
     "bridge-from-the-layers-output": Mutant(
         MODEL2, "bridge[index] = residual if normed is None else normed", "bridge[index] = hidden_states", LOGITS2
@@ -99,8 +102,8 @@ MUTANTS = {
     ),
     "no-keys-where-no-row-runs": Mutant(
         DECODER2,
-        "        if shared[3] is not None:",
-        "        if False:",
+        "*_, bridged_states = shared\n        if bridged_states is not None:",
+        "*_, bridged_states = shared\n        if False:",
         "tests/models/test_hysparse2_cache.py::TestLazyBridge::test_eager_projects_at_once",
     ),
     "pending-states-survive-a-crop": Mutant(
