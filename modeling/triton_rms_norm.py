@@ -20,8 +20,9 @@ MOST_WIDTH = 16384
 # Values that a program holds at a time, and its warps.
 _FORWARD = (4096, 4)
 _BACKWARD = (4096, 8)
-# Programs of the backward pass per processor of the card; each sums its rows' terms of dw in one order.
-_PROGRAMS = 4
+# Programs of the backward pass per processor of the card: at a width of 4096, 80 registers in each of 256 threads let
+# three run at once. Each sums its rows' terms of dw in one order.
+_PROGRAMS = 3
 
 
 @triton.jit
