@@ -48,11 +48,12 @@ def convert(
         out (`str` or `Path`): a new or empty folder.
         architecture (`str`): `"hysparse"`, or `"hysparse2"` for the second generation, whose halves `half_plans` in
             `halves` describes. There `gates` opens the sparse and the window layers', `block_size` says nothing, and
-            fitted are the window layers alone.
+            the cross-decoder is fitted as `cross_fit` says.
         ratio (`str`): `1:N`, one full layer to N sparse ones, as many full layers as the regular plan has.
         plan (`str` or `Sequence[int]`, *optional*): the full layers, `"regular"`, or `"auto"`: those whose attention
             is missed most, measured on the calibration text. Default: auto, and regular with `init="naive"`. For
-            the second generation the full layers of both halves, `"0,7/15,19"`, or `"regular"`, the default.
+            the second generation the full layers of both halves, `"0,7/15,19"`; auto leaves the border and the number
+            of full layers in each half where the regular plan has them.
         max_sparse_run (`int`, *optional*): sparse layers in a row that auto may choose, at most; default N + 2.
         keep_kv (`bool`): the mode that needs no training: each sparse layer keeps its own keys and values in full
             length and reads the blocks that its full layer selected; no window, gates or sinks, nothing is fitted.
@@ -128,8 +129,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratio", default="1:3", help="1:N, N sparse layers to a full one (default: %(default)s)")
     parser.add_argument(
         "--plan",
-        help="full layers such as 0,3,8, regular, or auto: measured (the default; regular with --init naive); of the "
-        "second generation those of both halves, 0,7/15,19, or regular (the default)",
+        help="full layers such as 0,3,8 (of the second generation those of both halves, 0,7/15,19), regular, or auto: "
+        "measured (the default; regular with --init naive)",
     )
     parser.add_argument(
         "--max-sparse-run", type=int, metavar="LAYERS", help="sparse layers in a row in an auto plan (default: N + 2)"

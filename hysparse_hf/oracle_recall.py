@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from hysparse_hf.conversion.architectures import ARCHITECTURES
 from hysparse_hf.conversion.source import open_source
 from hysparse_hf.conversion.texts import add_text_arguments, read_texts
 from hysparse_hf.index_patterns import PAGE_TOKENS, UNION_WIDTHS, index_patterns, phase_overlap
@@ -50,8 +51,14 @@ def measure_recall(model: Any, windows: Sequence[torch.Tensor]) -> dict[str, Any
         `left_out`, lowest `coverage` of a head, mean `margin`.
     Raises:
         ValueError: no layer reuses a selection, or no window is longer than the budget.
+        NotImplementedError: a model of the second generation.
     """
     config = model.config
+    if config.model_type != "hysparse":
+        raise NotImplementedError(
+            f"recall is of blocks, got a model of type {config.model_type!r}, which selects single tokens; `hysparse "
+            "verify` measures what its selection costs."
+        )
     if config.dense or not config.share_oracle or "sparse" not in config.layer_plan:
         raise ValueError(
             "recall is of a selection that sparse layers reuse: `dense` must be False, `share_oracle` True and "
@@ -277,7 +284,7 @@ def run(args: argparse.Namespace) -> int:
     source = open_source(args.checkpoint)
     texts = read_texts(source, args.text, length=args.length, windows=args.windows)
     model: Any = source.load_model(torch.float32)
-    if model.config.model_type != "hysparse":
+    if model.config.model_type not in ARCHITECTURES:
         raise ValueError(
             f"`checkpoint` must be a HySparse checkpoint, got {source.name}, of type {model.config.model_type!r}; "
             "convert it first."

@@ -283,3 +283,12 @@ def test_command_prints_ladder_and_where_quality_goes(make_converted, letters, t
     rises = [after - before for before, after in zip(divergences, divergences[1:], strict=False)]
     worst = rises.index(max(rises)) + 1
     assert f"most is lost on rung {worst}, {BRIDGED_LADDER[worst].name}: KL {max(rises):+.4f}" in printed
+
+
+def test_recall_refuses_a_selection_of_tokens(make_converted, letters, tmp_path, capsys):
+    _, _, out = make_converted()
+    letters.save_pretrained(out)
+    text = tmp_path / "text.txt"
+    text.write_text("Single tokens are selected, and no blocks. " * 20)
+    assert cli.main(["recall", str(out), "--text", str(text), "--length", "64"]) == 1
+    assert "recall is of blocks, got a model of type 'hysparse2'" in capsys.readouterr().err
