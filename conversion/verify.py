@@ -72,7 +72,8 @@ def verify(
         `dict`: `faults`: one line each, beginning with the tensor or module, empty for a right conversion; `tensors`:
         how many are equal, new and fitted, and how far each fitted one is from its source; and unless a tensor is
         wrong `dense_difference`, `source_perplexity`, and `ladder`: per rung its figures, by text also, its share of
-        passkeys, and errors of the attention outputs by layer and by position in the layer's group.
+        passkeys, and errors of the attention outputs by layer and by position in the layer's group; for the second
+        generation also `early_exit`: how far predictions are from whole passes', and how many tokens each half ran.
     Raises:
         ValueError, NotImplementedError, FileNotFoundError: something else than two checkpoints and text.
     """
