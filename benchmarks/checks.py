@@ -26,7 +26,7 @@ def outputs_are_right(kernel: Callable, reference: Callable, states: list[torch.
         more = () if indices is None else (indices[:, :, part],)
         low = reference(*few, *more, rows=rows)
         exact = reference(*(tensor.double() for tensor in few), *more, rows=rows)
-        if not _within(result[:, :, part], low, exact):
+        if not is_within(result[:, :, part], low, exact):
             return False
     return True
 
@@ -44,10 +44,11 @@ def gradients_are_right(kernel: Callable, reference: Callable, states: list[torc
     triples = zip(
         gradients(kernel, dtype), gradients(reference, dtype), gradients(reference, torch.float64), strict=True
     )
-    return all(_within(*triple) for triple in triples)
+    return all(is_within(*triple) for triple in triples)
 
 
-def _within(actual: torch.Tensor, low: torch.Tensor, exact: torch.Tensor) -> bool:
+def is_within(actual: torch.Tensor, low: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether a result keeps the tests' error budget; says why not."""
     try:
         assert_within_reference_error(actual, low, exact)
     except AssertionError as failure:

@@ -13,6 +13,8 @@ import json
 from pathlib import Path
 
 import bench_block_sparse
+import bench_decode
+import bench_generate
 import bench_model
 import bench_oracle
 import bench_sparse_layer
@@ -26,6 +28,8 @@ OPERATIONS = {
     "block_sparse": bench_block_sparse.measure,
     "sparse_layer": bench_sparse_layer.measure,
     "window": bench_window.measure,
+    "decode": bench_decode.measure,
+    "generate": bench_generate.measure,
     "model": bench_model.measure,
 }
 
