@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .cache_columns_hysparse import fixed_zeros, refill
 from .cache_fixed_hysparse import FixedLayer, FixedWindowLayer
@@ -27,11 +27,12 @@ from .cache_layers_hysparse import (
     check_crop_count,
     refuse_crop,
 )
+from .cache_offload_hysparse import OffloadingCache
 from .cache_pending_hysparse import PendingStates, without_last
 from .rows_hysparse import Rows, TokenLayout, layout_of_length, layout_of_mask
 
 
-class HySparseCache(DynamicCache):
+class HySparseCache(OffloadingCache):
     """Cache of a HySparse model: one layer object per model layer, as `config.cache_plan` says.
 
     Args:
@@ -95,8 +96,6 @@ class HySparseCache(DynamicCache):
     def max_cache_len(self) -> int | None:
         """Tokens allocated for; None for a cache that grows."""
         return self._max_cache_len
-
-    # Counting.
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Slots held; of a pre-allocated cache a tensor, as the library's static cache gives."""
@@ -219,8 +218,6 @@ class HySparseCache(DynamicCache):
     def _window(self) -> WindowLayer | None:
         return next((layer for layer in self.layers if isinstance(layer, WindowLayer) and layer.is_initialized), None)
 
-    # Operations on all parts at once.
-
     def early_initialization(self, batch_size, num_heads, head_dim, dtype, device) -> None:
         """As the library's, with the values' own head dimension; `num_heads` and `head_dim` may be one per layer."""
         count = len(self.layers)
@@ -319,47 +316,6 @@ class HySparseCache(DynamicCache):
         """For pickle and copy: streams are made anew where they are needed."""
         self._settle()
         return {**self.__dict__, "_prefetch_stream": None}
-
-    # Offloading.
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to one layer and return what its attention reads; see the layer classes."""
-        if not self.offloading:
-            return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
-        if key_states.is_cuda:
-            device = key_states.device
-            if self._prefetch_stream is None:
-                self._prefetch_stream = torch.cuda.Stream(device)
-            # This layer must have arrived, and memory that the next one may get must no longer be read.
-            torch.cuda.current_stream(device).wait_stream(self._prefetch_stream)
-            self._prefetch_stream.wait_stream(torch.cuda.current_stream(device))
-        self.prefetch(layer_idx + 1)
-        states = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
-        self.offload(layer_idx)
-        return states
-
-    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Fetch the next layer that is kept in host memory, from `layer_idx` on and around to the first.
-
-        Only full layers are: the others hold a window, or nothing.
-        """
-        order = [*range(layer_idx, len(self.layers)), *range(layer_idx)]
-        following = next((i for i in order if isinstance(self.layers[i], GrowingLayer)), None)
-        if following is not None:
-            with torch.cuda.stream(self._prefetch_stream):
-                self.layers[following].prefetch()
-
-    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Send a full layer to host memory, behind what the current stream still does with it."""
-        if isinstance(self.layers[layer_idx], GrowingLayer):
-            self.layers[layer_idx].offload()
-
-    def _settle(self) -> None:
-        """Wait until no layer is on its way between devices."""
-        if self._prefetch_stream is not None:
-            torch.cuda.synchronize(self._prefetch_stream.device)
 
 
 def _is_capturing() -> bool:

@@ -63,7 +63,7 @@ MUTANTS = {
         f"{FIXED}::test_A10_A11_around_the_window",
     ),
     "A28-fetches-the-following-layer": Mutant(
-        WHOLE_CACHE,
+        "modeling/cache_offload_hysparse.py",
         "next((i for i in order if isinstance(self.layers[i], GrowingLayer)), None)",
         "order[0] if isinstance(self.layers[order[0]], GrowingLayer) else None",
         "tests/models/test_offloaded_cache.py::test_each_turn_fetches_the_next_full_layer_and_sends_its_own_away",
