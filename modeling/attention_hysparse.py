@@ -3,6 +3,7 @@
 All take tensors of layout `(batch, heads, length, head_dim)`.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -35,6 +36,10 @@ def _load_kernels() -> dict[str, Callable[..., tuple]]:
     from .triton_sliding_window import sliding_window_attention
     from .triton_sparse_layer import sparse_layer_attention
 
+    if os.environ.get("HYSPARSE_AUTOTUNE", "0") != "0":
+        from .triton_autotune import install
+
+        install()
     return {
         "full_attention_with_oracle": full_attention_with_oracle,
         "block_sparse_attention": _with_merged_window(block_sparse_attention, sliding_window_attention),

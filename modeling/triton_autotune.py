@@ -16,17 +16,23 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import (
-    triton_band_backward,
-    triton_block_sparse,
-    triton_block_sparse_backward,
-    triton_common,
-    triton_full_attention,
-    triton_sliding_window,
-    triton_sparse_layer,
-)
 from .rows_hysparse import PLAIN_ROWS
-from .triton_common import triton
+from .triton_band_backward import LAUNCH_DKDV as BAND_DKDV
+from .triton_band_backward import LAUNCH_DQ as BAND_DQ
+from .triton_band_backward import LAUNCH_WINDOW_DKDV as WINDOW_DKDV
+from .triton_band_backward import LAUNCH_WINDOW_DQ as WINDOW_DQ
+from .triton_block_sparse import LAUNCH as BLOCK_SPARSE
+from .triton_block_sparse import block_sparse_attention
+from .triton_block_sparse_backward import LAUNCH_DKDV as BLOCK_SPARSE_DKDV
+from .triton_block_sparse_backward import LAUNCH_DQ as BLOCK_SPARSE_DQ
+from .triton_common import triton, use_tuner
+from .triton_full_attention import LAUNCH as FULL_ATTENTION
+from .triton_full_attention import LAUNCH_SCORES as FULL_ATTENTION_SCORES
+from .triton_full_attention import full_attention_with_oracle
+from .triton_sliding_window import LAUNCH as SLIDING_WINDOW
+from .triton_sliding_window import sliding_window_attention
+from .triton_sparse_layer import LAUNCH as SPARSE_LAYER
+from .triton_sparse_layer import sparse_layer_attention
 
 
 logger = logging.getLogger(__name__)
@@ -55,19 +61,17 @@ class _Searched:
 
 _ROWS = ("rows", "columns", "warps", "stages")
 _TABLES = {
-    "full_attention": _Searched(triton_full_attention.LAUNCH, _ROWS, "full_attention"),
-    "full_attention_scores": _Searched(triton_full_attention.LAUNCH_SCORES, _ROWS, "oracle"),
-    "sliding_window": _Searched(triton_sliding_window.LAUNCH, _ROWS, "window"),
-    "block_sparse": _Searched(triton_block_sparse.LAUNCH, _ROWS, "blocks"),
-    "sparse_layer": _Searched(
-        triton_sparse_layer.LAUNCH, ("columns", "warps", "stages", "columns", "stages"), "sparse_layer"
-    ),
-    "band_dq": _Searched(triton_band_backward.LAUNCH_DQ, _ROWS, "full_attention", True),
-    "band_dkdv": _Searched(triton_band_backward.LAUNCH_DKDV, _ROWS, "full_attention", True),
-    "window_dq": _Searched(triton_band_backward.LAUNCH_WINDOW_DQ, _ROWS, "window", True),
-    "window_dkdv": _Searched(triton_band_backward.LAUNCH_WINDOW_DKDV, _ROWS, "window", True),
-    "block_sparse_dq": _Searched(triton_block_sparse_backward.LAUNCH_DQ, (None, *_ROWS[1:]), "blocks", True),
-    "block_sparse_dkdv": _Searched(triton_block_sparse_backward.LAUNCH_DKDV, _ROWS, "blocks", True),
+    "full_attention": _Searched(FULL_ATTENTION, _ROWS, "full_attention"),
+    "full_attention_scores": _Searched(FULL_ATTENTION_SCORES, _ROWS, "oracle"),
+    "sliding_window": _Searched(SLIDING_WINDOW, _ROWS, "window"),
+    "block_sparse": _Searched(BLOCK_SPARSE, _ROWS, "blocks"),
+    "sparse_layer": _Searched(SPARSE_LAYER, ("columns", "warps", "stages", "columns", "stages"), "sparse_layer"),
+    "band_dq": _Searched(BAND_DQ, _ROWS, "full_attention", True),
+    "band_dkdv": _Searched(BAND_DKDV, _ROWS, "full_attention", True),
+    "window_dq": _Searched(WINDOW_DQ, _ROWS, "window", True),
+    "window_dkdv": _Searched(WINDOW_DKDV, _ROWS, "window", True),
+    "block_sparse_dq": _Searched(BLOCK_SPARSE_DQ, (None, *_ROWS[1:]), "blocks", True),
+    "block_sparse_dkdv": _Searched(BLOCK_SPARSE_DKDV, _ROWS, "blocks", True),
 }
 
 
@@ -160,14 +164,13 @@ def _run(operation: str, states: list[torch.Tensor], indices: torch.Tensor) -> t
     common = {"scaling": query.shape[3] ** -0.5, "rows": PLAIN_ROWS}
     if operation in ("full_attention", "oracle"):
         n_selected = _N_SELECTED if operation == "oracle" else 0
-        attend = triton_full_attention.full_attention_with_oracle
-        return attend(*states, block_size=_BLOCK_SIZE, n_selected=n_selected, **common)[0]
+        return full_attention_with_oracle(*states, block_size=_BLOCK_SIZE, n_selected=n_selected, **common)[0]
     if operation == "window":
-        return triton_sliding_window.sliding_window_attention(*states, window=_WINDOW, **common)[0]
+        return sliding_window_attention(*states, window=_WINDOW, **common)[0]
     if operation == "blocks":
-        return triton_block_sparse.block_sparse_attention(*states, indices, block_size=_BLOCK_SIZE, **common)[0]
+        return block_sparse_attention(*states, indices, block_size=_BLOCK_SIZE, **common)[0]
     gate = torch.zeros(*query.shape[:3], value.shape[3], device=query.device, dtype=query.dtype)
-    return triton_sparse_layer.sparse_layer_attention(
+    return sparse_layer_attention(
         *states,
         indices,
         *states,
@@ -217,11 +220,9 @@ def install() -> None:
     Raises:
         ValueError: it is neither 0 nor 1 nor the name of a `.json` file.
     """
-    asked = os.environ.get("HYSPARSE_AUTOTUNE", "0")
-    if asked == "0":
-        return
+    asked = os.environ["HYSPARSE_AUTOTUNE"]
     if asked != "1" and not asked.endswith(".json"):
         raise ValueError(
             f"environment variable HYSPARSE_AUTOTUNE must be 0, 1 or the name of a .json file, got {asked!r}."
         )
-    triton_common.use_tuner(Tuner(None if asked == "1" else Path(asked), _median_ms))
+    use_tuner(Tuner(None if asked == "1" else Path(asked), _median_ms))

@@ -12,7 +12,7 @@ from kernel_checks import DEVICE, make_states
 
 pytest.importorskip("triton")
 
-from hysparse_hf.modeling import triton_autotune, triton_common, triton_sliding_window  # noqa: E402
+from hysparse_hf.modeling import attention_hysparse, triton_autotune, triton_common, triton_sliding_window  # noqa: E402
 
 
 KEY = (4, 128)
@@ -92,14 +92,14 @@ def test_the_environment_decides(asked, tuners, monkeypatch):
     monkeypatch.delenv("HYSPARSE_AUTOTUNE", raising=False)
     if asked is not None:
         monkeypatch.setenv("HYSPARSE_AUTOTUNE", asked)
-    triton_autotune.install()
+    attention_hysparse._load_kernels()
     assert len(triton_common._TUNERS) == tuners
 
 
 def test_another_value_is_refused(monkeypatch):
     monkeypatch.setenv("HYSPARSE_AUTOTUNE", "yes")
     with pytest.raises(ValueError, match=r"HYSPARSE_AUTOTUNE.*'yes'"):
-        triton_autotune.install()
+        attention_hysparse._load_kernels()
 
 
 @pytest.mark.parametrize("name", triton_autotune._TABLES)
