@@ -33,7 +33,8 @@ from .triton_decode_common import first_owned, first_seen, load_columns, row_tup
 from .triton_gates import gate_value
 
 
-# (bytes per element, padded head dimension at most) -> (columns per tile, warps, stages).
+# (bytes per element, padded head dimension at most) -> (columns per tile, warps, stages). Two bytes, 128: NVIDIA H200,
+# triton 3.6, 2026-11-30; the others only keep within a card's memory.
 LAUNCH = {
     (2, 128): (128, 4, 2),
     (2, 256): (64, 4, 2),
@@ -190,11 +191,12 @@ def _combine_parts(
 
 @triton.jit
 def _load_factors(sink_ptr, gate_ptr, strides, batch, step, heads, valid, V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """A branch's sinks in base 2 and its gates' logits, None in place of what there is not.
+    """A branch's sinks in base 2 and its gates' logits, zeros in place of what there is not.
 
     `strides` of a gate end with the elements'; 0 where a head has one gate for all of them.
     """
-    sink, gate = None, None
+    sink = tl.zeros_like(heads).to(tl.float32)
+    gate = sink[:, None]
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + heads, mask=valid, other=0.0).to(tl.float32) * KERNEL_LOG2E
     if gate_ptr is not None:
@@ -204,32 +206,46 @@ def _load_factors(sink_ptr, gate_ptr, strides, batch, step, heads, valid, V_DIM:
 
 
 @triton.jit
-def _branch_output(state, factors):
+def _branch_output(state, factors, HAS_SINK: tl.constexpr, HAS_GATE: tl.constexpr):
     """A branch's output under its gate, and its log-sum-exp in base 2; a row without keys gives 0 and -inf."""
     m_i, l_i, acc = state
     empty = l_i == 0
     safe = tl.where(empty, 1.0, l_i)
     lse = m_i + tl.log2(safe)
     share = 1 / safe
-    if factors[0] is not None:
+    if HAS_SINK:
         share = share / (1 + tl.exp2(factors[0] - lse))
     out = acc * share[:, None]
-    if factors[1] is not None:
+    if HAS_GATE:
         out *= gate_value(factors[1])
     return out, tl.where(empty, -float("inf"), lse)
 
 
 @triton.jit
 def _store_output(
-    far, near, far_factors, near_factors, out_base, lse_base, stride_oh, q_len, heads, valid, ln2, V_DIM, BLOCK_DV
+    far,
+    near,
+    sinks,
+    gates,
+    far_factors,
+    near_factors,
+    out_base,
+    lse_base,
+    stride_oh,
+    q_len,
+    heads,
+    valid,
+    ln2,
+    V_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):
     """Normalise what there is of the two branches, gate and add them, store; the lse of a branch that is alone too."""
     if far is None:
-        out, lse = _branch_output(near, near_factors)
+        out, lse = _branch_output(near, near_factors, sinks[1] is not None, gates[1] is not None)
     else:
-        out, lse = _branch_output(far, far_factors)
+        out, lse = _branch_output(far, far_factors, sinks[0] is not None, gates[0] is not None)
         if near is not None:
-            out += _branch_output(near, near_factors)[0]
+            out += _branch_output(near, near_factors, sinks[1] is not None, gates[1] is not None)[0]
     store_rows(out_base, out, heads * 0, heads, valid, stride_oh, 0, 1, V_DIM, BLOCK_DV)
     if far is None or near is None:
         tl.store(lse_base + heads.to(tl.int64) * q_len, lse * ln2, mask=valid)
@@ -321,6 +337,8 @@ def _decode_sparse_kernel(
         _store_output(
             far_state,
             near_state,
+            sinks,
+            gates,
             far_factors,
             near_factors,
             out_base,
@@ -367,6 +385,8 @@ def _decode_sparse_kernel(
         _store_output(
             far_state,
             near_state,
+            sinks,
+            gates,
             far_factors,
             near_factors,
             out_base,

@@ -7,6 +7,7 @@ from kernel_checks import DEVICE, make_states, on_device
 from helpers import assert_within_reference_error
 from hysparse_hf.modeling.attention_hysparse import (
     block_sparse_attention,
+    full_attention_with_oracle,
     sliding_window_attention,
     sparse_layer_attention,
 )
@@ -164,6 +165,28 @@ def test_numbers_of_choices_C04(n):
     check(layer, indices)
 
 
+@pytest.mark.parametrize("kv_len", [47, 48, 49])
+def test_where_blocks_begin_to_be_left_out_C23(kv_len):
+    """As long as the budget holds every block, the selection of a full layer gives dense attention."""
+    states = make_states(1, kv_len)
+    with torch.no_grad():
+        dense, _, indices = full_attention_with_oracle(*states, block_size=16, n_selected=3, backend="triton")
+        sparse = block_sparse_attention(*states, indices, block_size=16, backend="triton")
+    assert int((indices >= 0).sum()) == 3
+    assert torch.allclose(sparse, dense, rtol=0, atol=1e-6) == (kv_len <= 48)
+
+
+def test_gates_saturate_C25():
+    states, near, options = make_layer(1, 60)
+    indices = draw(states, 3)
+    shut, wide = (torch.full_like(options["gate_global"], logit) for logit in (-1e4, 1e4))
+    output = call("triton", states, near, indices, {**options, "gate_global": shut, "gate_local": shut})
+    assert torch.equal(output, torch.zeros_like(output))
+    ungated = {name: tensor for name, tensor in options.items() if name.startswith("sink")}
+    output = call("triton", states, near, indices, {**options, "gate_global": wide, "gate_local": wide})
+    torch.testing.assert_close(output, call("triton", states, near, indices, ungated), rtol=0, atol=1e-6)
+
+
 def test_a_row_that_chose_nothing_is_its_window_alone_C06():
     states, near, options = make_layer(1, 90, gates=None)
     nothing = torch.full((1, 1, 1, 4), -1, dtype=torch.int32, device=DEVICE)
@@ -313,3 +336,22 @@ def test_a_captured_step_follows_the_length_on_the_device():
         window_rows.first_key.copy_(torch.tensor(firsts)[:, None])
         graph.replay()
         assert torch.equal(captured, step())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_device_other_than_the_current_one_D01():
+    states, near, options = make_layer(1, 500, 128, heads=8, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    there = [[tensor.to("cuda:1") for tensor in part] for part in (states, near)]
+    with torch.no_grad(), torch.cuda.device(0):
+        full = [
+            full_attention_with_oracle(*part, block_size=16, n_selected=4, backend="triton")
+            for part in (states, there[0])
+        ]
+        for x, y in zip(*full, strict=True):
+            assert torch.equal(x, y.to(x.device))
+        elsewhere = {name: tensor.to("cuda:1") for name, tensor in options.items()}
+        settings = {"block_size": 16, "window": 64, "backend": "triton"}
+        here = sparse_layer_attention(*states, full[0][2], *near, **settings, **options)
+        away = sparse_layer_attention(*there[0], full[1][2], *there[1], **settings, **elsewhere)
+    assert torch.equal(here, away.to(here.device))
