@@ -9,7 +9,15 @@ from hysparse_hf.modeling.cache_hysparse import HySparseCache
 from hysparse_hf.modeling.compat_transformers import CACHE_ARGUMENT
 
 
-STAYING = ("no_bridge", "branch", "branch_shared_kv", "branch_none", "branch_merged_own", "dense")
+STAYING = (
+    "no_bridge",
+    "branch",
+    "branch_shared_kv",
+    "branch_none",
+    "branch_merged_shared",
+    "branch_merged_own",
+    "dense",
+)
 LEAVING = {name: settings for name, settings in SWITCHES.items() if name not in STAYING}
 LEAVING["yoco"] = {"baseline": "yoco"}
 LENGTHS = (33, 50, 41)

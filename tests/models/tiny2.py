@@ -28,6 +28,7 @@ SWITCHES: dict[str, dict] = {
     "branch": {"recent_window": "branch", "rope_parameters": PER_KIND},
     "branch_shared_kv": {"recent_window": "branch", "window_branch": "shared_kv"},
     "branch_none": {"recent_window": "branch", "window_branch": "none"},
+    "branch_merged_shared": {"recent_window": "branch", "window_branch": "merged_shared"},
     "branch_merged_own": {"recent_window": "branch", "window_branch": "merged_own"},
     "own_oracle": {"share_oracle": False},
     "dense": {"dense": True},
