@@ -1,5 +1,7 @@
 """The part of a cache that keeps full layers in host memory between their turns."""
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import DynamicCache
 
@@ -16,8 +18,9 @@ class OffloadingCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to one layer and return what its attention reads; see the layer classes."""
+        layer: Any = self.layers[layer_idx]
         if not self.offloading:
-            return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+            return layer.update(key_states, value_states, *args, **kwargs)
         if key_states.is_cuda:
             device = key_states.device
             if self._prefetch_stream is None:
@@ -26,7 +29,7 @@ class OffloadingCache(DynamicCache):
             torch.cuda.current_stream(device).wait_stream(self._prefetch_stream)
             self._prefetch_stream.wait_stream(torch.cuda.current_stream(device))
         self.prefetch(layer_idx + 1)
-        states = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        states = layer.update(key_states, value_states, *args, **kwargs)
         self.offload(layer_idx)
         return states
 

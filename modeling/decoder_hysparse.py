@@ -112,7 +112,7 @@ class HySparseAttention(nn.Module):
         own_states: tuple[torch.Tensor, torch.Tensor] | None = None,
         output_attentions: bool = False,
         output_selected_indices: bool = False,
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> tuple:
         """Returns `(output, weights, key, value, indices, layouts)`; the last four are None where nobody reads them.
 
         Shapes: hidden_states `(batch, q_len, hidden)`; shared_key `(batch, kv_heads, kv_len, head_dim)`;

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -53,7 +54,7 @@ _LENGTHS = {2: 8192, 4: 1024}
 class _Searched:
     """A launch table, what each place of its entries means (None: not searched), and the operation that reads it."""
 
-    table: dict[Key, Sizes]
+    table: dict[Key, Any]
     places: tuple[str | None, ...]
     operation: str
     is_backward: bool = False
@@ -161,19 +162,23 @@ def _trial(searched: _Searched, query: torch.Tensor, value: torch.Tensor) -> Cal
 
 def _run(operation: str, states: list[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
     query, key, value = states
-    common = {"scaling": query.shape[3] ** -0.5, "rows": PLAIN_ROWS}
+    common: dict[str, Any] = {"scaling": query.shape[3] ** -0.5, "rows": PLAIN_ROWS}
     if operation in ("full_attention", "oracle"):
         n_selected = _N_SELECTED if operation == "oracle" else 0
         return full_attention_with_oracle(*states, block_size=_BLOCK_SIZE, n_selected=n_selected, **common)[0]
     if operation == "window":
         return sliding_window_attention(*states, window=_WINDOW, **common)[0]
     if operation == "blocks":
-        return block_sparse_attention(*states, indices, block_size=_BLOCK_SIZE, **common)[0]
+        return block_sparse_attention(query, key, value, indices, block_size=_BLOCK_SIZE, **common)[0]
     gate = torch.zeros(*query.shape[:3], value.shape[3], device=query.device, dtype=query.dtype)
     return sparse_layer_attention(
-        *states,
+        query,
+        key,
+        value,
         indices,
-        *states,
+        query,
+        key,
+        value,
         block_size=_BLOCK_SIZE,
         window=_WINDOW,
         window_rows=PLAIN_ROWS,

@@ -362,8 +362,9 @@ def selection_layouts(
     Raises:
         NotImplementedError: a block size, a length or a mask that the kernels do not take.
     """
-    options = {"block_size": block_size, "rows": rows, "for_backward": for_backward}
-    return None if takes_decode(query, key, value) else new_layouts(query, key, value, indices, **options)
+    if takes_decode(query, key, value):
+        return None
+    return new_layouts(query, key, value, indices, block_size=block_size, rows=rows, for_backward=for_backward)
 
 
 def new_layouts(

@@ -113,7 +113,7 @@ class TestGradients:
         weight = getattr(model.model.layers[0].self_attn, name).weight
         whole = torch.autograd.grad(model(ROW, labels=ROW, use_cache=False).loss, weight)[0]
         model.model.layers[1].register_forward_pre_hook(
-            lambda module, args: (args[0], *(part.detach() for part in args[1:]))
+            lambda module, args: (args[0], *(part.detach() for part in args[1:4]))
         )
         cut = torch.autograd.grad(model(ROW, labels=ROW, use_cache=False).loss, weight)[0]
         assert (whole - cut).norm() > 1e-2 * whole.norm()

@@ -32,8 +32,8 @@ MUTANTS = {
     ),
     "local-branch-from-the-full-layers-kv": Mutant(
         DECODER,
-        'if branch == "own" and self.config.share_full_kv:',
-        "if False:",
+        'has_own_window = branch == "own" and self.config.share_full_kv',
+        "has_own_window = False",
         LOGITS,
     ),
     "stale-indices": Mutant(
@@ -140,7 +140,7 @@ MUTANTS = {
     ),
     "gates-for-the-heads-of-all-ranks": Mutant(
         DECODER,
-        "unflatten(-1, (output.shape[-2], -1))",
+        "unflatten(-1, (-1, width))",
         "unflatten(-1, (self.num_heads, -1))",
         PARALLEL,
     ),
