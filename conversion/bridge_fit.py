@@ -13,8 +13,8 @@ from .layer_stream import AttentionInputs
 class BridgedFittingPass(FittingPass):
     """`FittingPass` for both halves; every layer is fitted on the teacher's inputs.
 
-    Fitting on the student's own instead came out no better on SmolLM2-135M-Instruct, before queries were fitted (KL on
-    three texts 2.22 1.22 1.52 against 2.33 1.23 1.39).
+    Fitting on the student's own instead came out no better on SmolLM2-135M-Instruct, before queries were fitted: KL on
+    three texts 2.22 1.22 1.52, even with the output projections of full layers, against 2.33 1.23 1.39 without.
     """
 
     config: HySparse2Config
