@@ -18,7 +18,10 @@ def is_frozen(buffer: torch.Tensor) -> bool:
 
 def write_columns(buffer: torch.Tensor, new: torch.Tensor, start: torch.Tensor) -> None:
     """Write tokens in place, of each row from its own column `start` `(rows,)` on, in the buffer's dtype."""
-    buffer.scatter_(2, _column_index(new, start), new.to(buffer.dtype))
+    columns = start.to(new.device)[:, None] + torch.arange(new.shape[2], device=new.device)
+    rows = torch.arange(new.shape[0], device=new.device)[:, None]
+    # Not a scatter: the compiler makes that one into a copy of the whole buffer, there and back, at every step.
+    buffer[rows, :, columns] = new.transpose(1, 2).to(buffer.dtype)
 
 
 def appended(states: torch.Tensor, new: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ MOST_DECODE_QUERIES = 16
 def takes_decode(query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether a call is one of few new tokens behind cached ones that nothing is differentiated through."""
     q_len, kv_len = query.shape[2], key.shape[2]
-    if q_len > MOST_DECODE_QUERIES or kv_len <= q_len:
+    if not query.numel() or q_len > MOST_DECODE_QUERIES or kv_len <= q_len:
         return False
     tensors = (query, key, *others)
     return not (torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in tensors))

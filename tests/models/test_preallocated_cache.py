@@ -1,6 +1,7 @@
 """`HySparseCache(config, max_cache_len=n)`: what a growing cache gives, in buffers that never move."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from models.tiny import (
     uncached_greedy,
 )
 from torch._dynamo import lookup_backend
+from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import cosine_similarity
 
 from hysparse_hf import measure_cache_bytes, predict_cache_bytes
@@ -456,6 +458,113 @@ def test_D09_every_switch_decodes_in_two_graphs(switch):
     assert graphs == [0, 0]
 
 
+@padded_or_not
+def test_a_compiled_step_copies_no_buffer(padded):
+    """What a step writes goes into the buffers; a compiler that makes new ones reads and writes the whole history."""
+    room = 777
+    model = tiny_model(layer_plan=["full", "sparse"], num_hidden_layers=2)
+    rows, mask = rows_and_mask(padded)
+    cache = HySparseCache(model.config, max_cache_len=room)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        model(spread(rows, mask), attention_mask=mask, cache=cache)
+        write = torch.compile(cache.layers[0].update, fullgraph=True)
+        states = [torch.randn(2, *part.shape[1:2], 1, part.shape[3]) for part in cache.layers[0]._buffers]
+        layout = cache.layout_without_mask(1, torch.device("cpu"))
+        _, code = run_and_get_code(write, *states, layout=layout)
+    allocated = [line for line in "\n".join(code).splitlines() if "= empty_strided" in line and f", {room}, " in line]
+    assert allocated == []
+    for buffer, state in zip(cache.layers[0]._buffers, states, strict=True):
+        for row, count in enumerate(mask.sum(-1).tolist()):
+            assert torch.equal(buffer[row, :, count], state[row, :, 0])
+
+
+# Kernels
+
+
+KERNEL_SIZES = {"head_dim": 32, "oracle_block_size": 16, "oracle_budget": 32}
+
+
+@pytest.mark.slow
+@padded_or_not
+@torch.no_grad()
+def test_kernels_give_what_the_reference_gives_and_never_look_at_spare_columns(padded, monkeypatch):
+    """Room behind a prompt may hold anything; later chunks and steps take nothing from it."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = tiny_model(layer_plan=["full", "sparse"], num_hidden_layers=2, **KERNEL_SIZES).to(device)
+    rows, mask = rows_and_mask(padded)
+    ids, mask = spread(rows, mask).to(device), mask.to(device)
+    logits = []
+    for backend, poisoned in (("reference", False), ("triton", False), ("triton", True)):
+        monkeypatch.setenv("HYSPARSE_BACKEND", backend)
+        cache, done, pieces = HySparseCache(model.config, max_cache_len=60), 0, []
+        for size in (20, 18, 1, 2):
+            new = slice(done, done + size)
+            pieces.append(model(ids[:, new], attention_mask=mask[:, : done + size], cache=cache).logits)
+            done += size
+            if poisoned:
+                for row, count in enumerate(mask[:, :done].sum(-1).tolist()):
+                    for buffer in cache.layers[0]._buffers:
+                        buffer[row, :, count:] = float("nan")
+        logits.append(torch.cat(pieces, dim=1)[mask.bool()])
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits[1], logits[2])
+
+
+@pytest.mark.gpu
+@padded_or_not
+@torch.no_grad()
+def test_a_captured_step_of_the_whole_model_counts_on_the_device(padded):
+    """One graph, replayed, gives what the growing cache gives token by token; nothing in it waits for the host."""
+    model = tiny_model(**KERNEL_SIZES).cuda()
+    rows, mask = rows_and_mask(padded)
+    ids, mask = spread(rows, mask).cuda(), mask.cuda()
+    more = draw_ids(2, 30, seed=5).cuda()
+    caches = HySparseCache(model.config), HySparseCache(model.config, max_cache_len=100)
+    for cache in caches:
+        model(ids, attention_mask=mask, cache=cache)
+    token = more[:, :1].clone()
+    expected = [model(more[:, :1], attention_mask=None, cache=caches[0]).logits]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        actual = [model(token, cache=caches[1]).logits]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = model(token, cache=caches[1]).logits
+    for step in range(1, 30):
+        token.copy_(more[:, step : step + 1])
+        graph.replay()
+        actual.append(captured.clone())
+        expected.append(model(more[:, step : step + 1], cache=caches[0]).logits)
+    torch.testing.assert_close(torch.cat(actual, 1), torch.cat(expected, 1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+@padded_or_not
+def test_D09_turns_of_any_length_need_no_further_graph_on_a_card(padded):
+    model = tiny_model(torch.bfloat16, **KERNEL_SIZES).cuda()
+    rows, mask = rows_and_mask(padded)
+    ids, mask = spread(rows, mask).cuda(), mask.cuda()
+    cache = HySparseCache(model.config, max_cache_len=200)
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    counts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for new_tokens in (20, 45, 30):
+            output = greedy(model, ids, new_tokens, attention_mask=mask, **{CACHE_ARGUMENT: cache})
+            counts.append(counters["stats"]["unique_graphs"])
+            ids = torch.cat([output, draw_ids(2, 3, seed=new_tokens).cuda()], dim=1)
+            mask = torch.cat([mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])], dim=1)
+    assert counts[0] >= 1
+    assert counts == counts[:1] * 3
+    assert sum(counters["graph_break"].values()) == 0
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert [str(each.message) for each in caught if "distinct" in str(each.message)] == []
+
+
 @pytest.mark.gpu
 @padded_or_not
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -464,7 +573,7 @@ def test_generate_compiles_by_itself_on_a_card(dtype, padded):
 
     Compiled code rounds elsewhere, so a token need not be the uncompiled one: it must be the best, up to rounding.
     """
-    model = tiny_model(dtype, head_dim=32, oracle_block_size=16, oracle_budget=32).cuda()
+    model = tiny_model(dtype, **KERNEL_SIZES).cuda()
     rows, mask = rows_and_mask(padded)
     ids, mask = spread(rows, mask).cuda(), mask.cuda()
     torch._dynamo.reset()
