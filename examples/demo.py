@@ -27,7 +27,8 @@ from hysparse_hf.conversion.faults import dense_difference
 
 # `convert` measures by itself which nine layers stay full. That takes most of its time, so this is what it found
 # on two manuals and Milton (benchmarks/CONVERSION.md); `hysparse plan` prints such a line for any checkpoint.
-PLANS = {"regular": "regular", "measured": "0,5,8,14,17,18,20,23,24"}
+# Of the second generation the regular plan: self-decoder / cross-decoder.
+PLANS = {"hysparse": "0,5,8,14,17,18,20,23,24", "hysparse2": "0,4,8,12,14/15,19,23,27"}
 # Windows and their tokens: more than the 5,760 tokens from which output projections are fitted too.
 CALIBRATION = (3, 2048)
 CONVERSION_BUDGET = 512
@@ -133,7 +134,7 @@ def load_student(folder: Path, **switches):
 
 def cache_table(config: HySparseConfig, lengths: list[int]) -> dict[str, list[int]]:
     """Bytes of keys and values in bfloat16, for this plan and for the same model with every layer full."""
-    dense = HySparseConfig(**{**config.to_dict(), "dense": True})
+    dense = type(config)(**{**config.to_dict(), "dense": True})
     return {
         name: [predict_cache_bytes(kind, 1, length, torch.bfloat16)["used"] for length in lengths]
         for name, kind in (("teacher", dense), ("student", config))
@@ -153,7 +154,7 @@ def draw(config: HySparseConfig, file: Path) -> None:
     colours = {"full": "#b5462f", "sparse": "#3b6ea5", "window": "#8a8a8a"}
     for index, kind in enumerate(config.layer_plan):
         strip.bar(index, 1, width=0.9, color=colours[kind])
-    strip.set(title="Layer plan (red: full, blue: sparse)", yticks=[], xlabel="layer")
+    strip.set(title="Layer plan (red: full, blue: sparse, grey: window)", yticks=[], xlabel="layer")
     for name, colour in (("teacher", colours["full"]), ("student", colours["sparse"])):
         label = "every layer full" if name == "teacher" else "HySparse"
         curve.plot(lengths, [size / 2**20 for size in table[name]], marker="o", color=colour, label=label)
@@ -177,6 +178,9 @@ def generate_elsewhere(folder: Path, prompt: str, new_tokens: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("artifacts/demo"))
+    parser.add_argument(
+        "--architecture", default="hysparse", choices=tuple(PLANS), help="generation (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=20, help="distillation steps (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=48, help="to generate (default: %(default)s)")
     options = parser.parse_args()
@@ -194,29 +198,28 @@ def main() -> None:
     teacher_window = log_probabilities(teacher, window)
     rows = {"teacher (dense)": quality(teacher, window, teacher_window)}
 
-    folders = {}
     calibration = train_ids[: math.prod(CALIBRATION)].view(CALIBRATION)
-    for name, plan in PLANS.items():
-        folders[name] = options.out / f"smollm2-hysparse-{name}"
-        print(f"\nconvert, {name} plan")
-        convert(checkpoint, folders[name], plan=plan, budget=CONVERSION_BUDGET, calibrate=calibration)
-        difference = dense_difference(teacher, folders[name], window[:512][None])
-        scale = teacher_window.abs().max().item()
-        print(f"dense=True against the source, 512 tokens, float32: logits differ by at most {difference:.1e},")
-        print(f"which is {difference / scale:.1e} of the largest log probability")
-        rows[f"student, {name} plan, step 0"] = quality(load_student(folders[name]), window, teacher_window)
+    converted, plan = options.out / f"smollm2-{options.architecture}", PLANS[options.architecture]
+    print(f"\nconvert to {options.architecture}, full layers {plan}")
+    conversion = {"architecture": options.architecture, "plan": plan, "budget": CONVERSION_BUDGET}
+    convert(checkpoint, converted, calibrate=calibration, **conversion)
+    difference = dense_difference(teacher, converted, window[:512][None])
+    scale = teacher_window.abs().max().item()
+    print(f"dense=True against the source, 512 tokens, float32: logits differ by at most {difference:.1e},")
+    print(f"which is {difference / scale:.1e} of the largest log probability")
+    rows["student, step 0"] = quality(load_student(converted), window, teacher_window)
 
-    student = load_student(folders["measured"], oracle_budget=TRAIN_BUDGET)
-    print(f"\nadapt the measured plan: {options.steps} steps of {TRAIN_LENGTH} tokens at a budget of {TRAIN_BUDGET}")
+    student = load_student(converted, oracle_budget=TRAIN_BUDGET)
+    print(f"\nadapt: {options.steps} steps of {TRAIN_LENGTH} tokens at a budget of {TRAIN_BUDGET}")
     losses = distil(student, teacher, train_ids[calibration.numel() :], options.steps)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     student.eval()
     student.config.oracle_budget = CONVERSION_BUDGET
-    adapted = options.out / "smollm2-hysparse-adapted"
+    adapted = options.out / f"smollm2-{options.architecture}-adapted"
     student.save_pretrained(adapted)
     tokenizer.save_pretrained(adapted)
     student = load_student(adapted)
-    rows["student, measured plan, adapted"] = quality(student, window, teacher_window)
+    rows["student, adapted"] = quality(student, window, teacher_window)
 
     prompt = tokenizer.decode(held_out_ids[:PROMPT_LENGTH])
     told = generate_elsewhere(adapted, prompt, options.new_tokens)
