@@ -222,7 +222,7 @@ def table(report: dict[str, Any]) -> str:
             f"{rung['rung']} {rung['name']:35}{rung['kl']:8.4f}{rung['perplexity']:12.2f}{rung['same_token']:12.3f}"
             f"{found:>9}  {errors}"
         )
-    if len(report["ladder"]) > 1:
+    if [rung["rung"] for rung in report["ladder"]] == list(range(len(report["ladder"]))) != [0]:
         steps = zip(report["ladder"], report["ladder"][1:], strict=False)
         rise, worst = max(((after["kl"] - before["kl"], after) for before, after in steps), key=lambda step: step[0])
         lines += ["", f"most is lost on rung {worst['rung']}, {worst['name']}: KL {rise:+.4f}"]

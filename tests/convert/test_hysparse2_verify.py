@@ -283,6 +283,9 @@ def test_command_prints_ladder_and_where_quality_goes(make_converted, letters, t
     rises = [after - before for before, after in zip(divergences, divergences[1:], strict=False)]
     worst = rises.index(max(rises)) + 1
     assert f"most is lost on rung {worst}, {BRIDGED_LADDER[worst].name}: KL {max(rises):+.4f}" in printed
+    # Between rungs that are not neighbours there is no telling.
+    assert cli.main(["verify", str(source), str(out), *options, "--rungs", "5", "6"]) == 0
+    assert "most is lost" not in capsys.readouterr().out
 
 
 def test_recall_refuses_a_selection_of_tokens(make_converted, letters, tmp_path, capsys):
