@@ -33,7 +33,11 @@ def default_self_layer_plan(num_layers: int) -> list[str]:
 
 
 def default_cross_layer_plan(num_layers: int, sparse_layers_per_full: int) -> list[str]:
-    """One full layer, then `sparse_layers_per_full` sparse ones, repeated."""
+    """One full layer, then `sparse_layers_per_full` sparse ones, repeated; `ValueError` for a negative number."""
+    if sparse_layers_per_full < 0:
+        raise ValueError(
+            f"`sparse_layers_per_full` must be at least 0, got {sparse_layers_per_full}; 0 makes every layer full."
+        )
     return ["sparse" if i % (sparse_layers_per_full + 1) else "full" for i in range(num_layers)]
 
 
@@ -112,7 +116,7 @@ class HySparse2Config(HySparseConfig):
         self._resolve_plans()
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.rope_parameters is None and not kwargs.keys() & {"rope_scaling", "rope_theta"}:
+        if self.rope_parameters is None and self.head_dim > 0 and not kwargs.keys() & {"rope_scaling", "rope_theta"}:
             window = {"rope_theta": WINDOW_ROPE_THETA, "partial_rotary_factor": _rotary_factor(self.head_dim)}
             self.rope_parameters = {"full": None, "sparse": None, "window": window}
         super().__post_init__(**kwargs)

@@ -86,6 +86,32 @@ def check_cache(cache, n_layers: int) -> None:
         )
 
 
+def check_logits_to_keep(logits_to_keep, q_len: int) -> None:
+    """Raise `ValueError` unless it is a number that is not negative, or a tensor of some of `q_len` positions.
+
+    The positions themselves are tried on the host alone: a device would have to be waited for.
+    """
+    if isinstance(logits_to_keep, int) and logits_to_keep >= 0:
+        return
+    came: object = logits_to_keep
+    if isinstance(logits_to_keep, torch.Tensor):
+        came = f"{logits_to_keep.dtype} of {tuple(logits_to_keep.shape)}"
+        if logits_to_keep.dtype == torch.bool and logits_to_keep.shape == (q_len,):
+            return
+        if logits_to_keep.dtype in (torch.int32, torch.int64) and logits_to_keep.dim() == 1:
+            if logits_to_keep.device.type != "cpu" or torch.compiler.is_compiling():
+                return
+            try:
+                torch.arange(q_len, device="cpu")[logits_to_keep]
+                return
+            except IndexError as error:
+                came = error
+    raise ValueError(
+        f"`logits_to_keep` must be a number of last positions (0: all), a tensor of positions from {-q_len} to "
+        f"{q_len - 1}, or a bool tensor of {q_len}, got {came}; positions count the new tokens of this call."
+    )
+
+
 def check_generation_cache(cache, max_cache_length: int, drafts: bool) -> None:
     """Raise `ValueError` for a cache with which `generate()` could not go on, or would go on wrong.
 

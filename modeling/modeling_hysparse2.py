@@ -10,6 +10,7 @@ from .cache_hysparse import HySparseCache
 from .cache_pending_hysparse import PendingStates
 from .configuration_hysparse2 import CROSS_LAYER_KINDS, SELF_OUTPUT, HySparse2Config
 from .decoder_hysparse2 import HySparse2Attention, HySparse2DecoderLayer
+from .inputs_hysparse import check_logits_to_keep
 from .layers_hysparse import HySparseRMSNorm, Rotation
 from .modeling_hysparse import (
     HySparseForCausalLM,
@@ -48,6 +49,7 @@ class HySparse2Model(HySparse2PreTrainedModel, HySparseModel):
     `forward` takes `logits_to_keep` too: a number n or a tensor of positions. Then `last_hidden_state` holds the last
     n positions (0: all), or these. Where `config.leaves_early`, and unless an output with a row per token is asked
     for, only they run through the cross-decoder; of an empty tensor none does, and a cache is filled all the same.
+    A `logits_to_keep` that is no such number or tensor is a `ValueError`.
     """
 
     layer_class = HySparse2DecoderLayer
@@ -72,8 +74,12 @@ class HySparse2Model(HySparse2PreTrainedModel, HySparseModel):
         **kwargs,
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         whole = {"output_selected_indices": output_selected_indices, "output_attentions": output_attentions}
-        border = len(self.config.self_layer_plan)
+        border, q_len = len(self.config.self_layer_plan), hidden_states.shape[1]
+        check_logits_to_keep(logits_to_keep, q_len)
         leaves_early = self.config.leaves_early and not self.needs_all_rows({**kwargs, **whole})
+        if isinstance(logits_to_keep, torch.Tensor) and len(logits_to_keep) > q_len:
+            # With so many repeats every position once is less.
+            leaves_early = False
         plan = self.config.bridge_plan
         queries = {"layout": layout, "rotations": rotations}
         bridge: dict[int | str, torch.Tensor] = {}
@@ -142,7 +148,8 @@ def _kept(
         for kind, rotation in rotations.items()
     }
     queries = {"layout": layout.kept(slots, isinstance(logits_to_keep, int)), "rotations": parts}
-    return hidden_states[:, slots.to(hidden_states.device)], queries
+    # Unlike an index in brackets this takes no negative ones, which here are positions before the first.
+    return hidden_states.index_select(1, slots.to(hidden_states.device)), queries
 
 
 class HySparse2ForCausalLM(HySparse2PreTrainedModel, HySparseForCausalLM):

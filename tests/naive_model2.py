@@ -129,6 +129,9 @@ def _sparse_layer(config, weights, prefix, normed, bridged, shared, trace, layer
             own = _project(config, weights, prefix, normed, "qkv", "sparse")
             trace.keys[layer], trace.values[layer] = own[1:]
     history = (query, key, value)
+    if branch == "merged_own" and not config.share_full_kv:
+        # The layer's own keys are what its selection reads, too: each counts once.
+        branch = "merged_shared"
     if branch == "merged_own":
         size = config.oracle_block_size if config.selection == "block" else 1
         branches = {"global": naive_model._one_softmax(history, own, indices, size, window, sinks["global"])}

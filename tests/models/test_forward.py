@@ -259,8 +259,9 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        masks = [part for part in args[1] if part is not None] if name.startswith("index") and len(args) > 1 else []
-        by_mask = isinstance(masks, list) and any(getattr(mask, "dtype", None) == torch.bool for mask in masks)
+        indices = args[1] if name.startswith("index") and len(args) > 1 else None
+        masks = indices if isinstance(indices, list | tuple) else []
+        by_mask = any(getattr(mask, "dtype", None) == torch.bool for mask in masks)
         if name in self.WAITING or by_mask:
             self.seen.append(name)
         return function(*args, **(kwargs or {}))

@@ -199,6 +199,11 @@ ERRORS = {
     "empty self": ({"self_layer_plan": []}, "`self_layer_plan` must have at least one layer"),
     "cross begins sparse": ({"cross_layer_plan": ["sparse", "full"]}, "`cross_layer_plan` must begin with a full"),
     "contradicting plan": ({"layer_plan": ["full"] * 6}, "`layer_plan` must be `self_layer_plan` and"),
+    "negative ratio": (
+        {"cross_layer_plan": None, "num_hidden_layers": 6, "sparse_layers_per_full": -1},
+        "`sparse_layers_per_full` must be at least 0, got -1",
+    ),
+    "head dim": ({"head_dim": 0}, "`head_dim` and `v_head_dim` must be at least 1"),
     "length": ({"num_hidden_layers": 7}, r"`num_hidden_layers` \(7\) entries together, got 6"),
     "bridge from a window layer": ({"bridge_map": [0]}, r"`bridge_map` entries must be full layers .*got \[0\]"),
     "bridge from the cross-decoder": ({"bridge_map": 3}, r"`bridge_map` entries must be full layers"),

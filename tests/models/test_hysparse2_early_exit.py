@@ -29,6 +29,16 @@ KEPT = {
     "negative-positions": torch.tensor([-1, -40]),
     "mask": torch.arange(40) % 11 == 3,
 }
+NOT_KEPT = {
+    "negative": -1,
+    "past-the-end": torch.tensor([0, 40]),
+    "before-the-start": torch.tensor([-41]),
+    "one-index": torch.tensor(3),
+    "a-row-each": torch.tensor([[1], [2]]),
+    "fractions": torch.tensor([1.0]),
+    "short-mask": torch.ones(39, dtype=torch.bool),
+    "list": [1, 2],
+}
 
 switches = over_models(LEAVING, fast=("default", "two_bridges", "source_rope"))
 materializations = pytest.mark.parametrize("materialization", ["eager", "lazy"])
@@ -71,6 +81,28 @@ def test_logits_and_cache_are_those_of_the_full_pass(switch, kept):
     assert_same_logits(model(ids, use_cache=False, logits_to_keep=kept).logits, expected)
     step = draw_ids(2, 1, seed=9)
     assert_same_logits(model(step, cache=part).logits, model(step, cache=whole).logits)
+
+
+@pytest.mark.parametrize("kept", NOT_KEPT.values(), ids=NOT_KEPT.keys())
+@over_models({"default": {}, "dense": {}}, fast=("default", "dense"))
+@torch.no_grad()
+def test_what_cannot_be_kept_is_refused_before_the_cache_is_touched(switch, kept):
+    model = tiny_model(**SWITCHES[switch])
+    cache = counting(model)
+    with pytest.raises(ValueError, match="`logits_to_keep` must be a number of last positions"):
+        model(draw_ids(2, 40), cache=cache, logits_to_keep=kept)
+    assert cache.processed_tokens == {"self": 0, "cross": 0}
+    assert cache.get_seq_length() == 0
+
+
+@over_models(("default", "source_rope", "own_kv"))
+@torch.no_grad()
+def test_repeats_beyond_the_number_of_tokens_cost_each_position_once(switch):
+    model, ids = tiny_model(torch.float64, **SWITCHES[switch]), draw_ids(2, 5)
+    cache, kept = counting(model), torch.tensor([4, 0, 4, -1, 2, 2, 4])
+    expected = model(ids, use_cache=False).logits[:, kept]
+    assert_same_logits(model(ids, cache=cache, logits_to_keep=kept).logits, expected)
+    assert cache.processed_tokens == {"self": 10, "cross": 10}
 
 
 @pytest.mark.parametrize("kept", [1, 4, 30, torch.tensor([50, 3, 55, 20])], ids=["1", "4", "30", "positions"])

@@ -29,6 +29,13 @@ class TestAgainstLoops:
         for indices, layer in zip(output.selected_indices, full, strict=True):
             assert torch.equal(indices, expected.indices[layer])
 
+    @pytest.mark.parametrize("selection", ["token", "block"])
+    def test_own_keys_of_selection_and_window_count_once(self, selection):
+        branch = {"recent_window": "branch", "window_branch": "merged_own", "share_full_kv": False}
+        model = tiny_model(torch.float64, selection=selection, oracle_budget=8, **branch)
+        with torch.no_grad():
+            assert_same_logits(model(ROW, use_cache=False).logits, naive_model2.forward(model, ROW).logits)
+
     @pytest.mark.parametrize("baseline", BASELINES)
     def test_baselines(self, baseline):
         model = tiny_model(torch.float64, baseline=baseline)
