@@ -150,7 +150,7 @@ def _warn_of_short(texts: list[Text], passkeys: list[Passkey], longest_read: int
     for name, tokens in shortest.items():
         if tokens <= longest_read:
             logger.warning(
-                f"Every block is selected in {name} of {tokens} tokens, since the budget is {longest_read}: the "
+                f"Nothing is left out in {name} of {tokens} tokens, since a query reads {longest_read}: the "
                 "figures do not show what a selection leaves out. Measure on longer windows."
             )
 

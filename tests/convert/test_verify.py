@@ -316,7 +316,7 @@ def test_windows_inside_the_budget_are_warned_about(with_tokenizer, caplog):
     source, out, files = with_tokenizer
     with caplog.at_level("WARNING", logger="hysparse_hf.conversion.verify"):
         verify(source, out, text=files[0], length=16, samples=0)
-    assert "Every block is selected in text of 16 tokens, since the budget is 16" in caplog.text
+    assert "Nothing is left out in text of 16 tokens, since a query reads 16" in caplog.text
 
 
 def test_source_without_a_tokenizer_is_measured_without_passkeys(converted, token_ids, caplog):

@@ -60,7 +60,7 @@ def test_A25_each_decode_step_receives_one_token():
 
 @cache_names
 def test_A25_both_cache_names_are_honoured_by_forward(name):
-    model = tiny_model()
+    model = tiny_model(torch.float64)
     ids = draw_ids(1, 20)
     for network in (model, model.model):
         cache = HySparseCache(model.config)

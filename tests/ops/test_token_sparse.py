@@ -122,7 +122,9 @@ class TestOracle:
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_equal_keys_choose_the_lowest_ids_B14(self, dtype):
-        query, key, value = (states.to(dtype) for states in random_states(70, heads=3, head_dim=80))
+        # Quarters: their products are equal whatever order a library adds them in.
+        states = random_states(70, heads=3, head_dim=80)
+        query, key, value = (part.mul(4).round().div(4).to(dtype) for part in states)
         key = key[:, :, :1].expand_as(key).contiguous()
         indices = choose((query, key, value), n_selected=5, window=3)[2]
         for position in range(70):

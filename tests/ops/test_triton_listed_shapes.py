@@ -69,4 +69,4 @@ def test_groups_C01(group):
 
 @pytest.mark.parametrize("dims", listed(HEAD_DIMS), ids=str)
 def test_head_dims_C12(dims):
-    check(heads=4, kv_heads=2, dims=dims)
+    check(heads=4, kv_heads=2, dims=dims, q_len=6)
