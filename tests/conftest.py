@@ -65,6 +65,10 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
 def nan_filled_empty(monkeypatch):
     """Make `torch.empty` and its relatives return NaN, so that reading what nobody wrote cannot pass unseen."""
 
+    # The first device context of a process lists the functions that it serves, for good: not those put here.
+    with torch.device("cpu"):
+        torch.zeros(())
+
     def poisoned(function):
         def wrapper(*args, **kwargs):
             return _poison(function(*args, **kwargs))
