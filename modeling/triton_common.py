@@ -271,7 +271,8 @@ def sink_gradient(terms: torch.Tensor, sink: torch.Tensor | None) -> torch.Tenso
 
 def padded_dim(dim: int) -> int:
     """Width of the tile that holds `dim` columns: a power of two, and at least what a matrix product takes."""
-    return max(16, triton.next_power_of_2(dim))
+    # Triton's own function costs more than a launch, and every call of a decode step asks.
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def key_descriptor(states: torch.Tensor, block_n: int) -> TensorDescriptor:

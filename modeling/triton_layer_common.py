@@ -36,11 +36,6 @@ def parts_of(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def padded_width(width: int) -> int:
-    """The power of two, at least 16, that holds `width` values; see `parts_of`."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
 def is_bare(*tensors: torch.Tensor) -> bool:
     """Whether neither autograd nor a compiler watches the call.
 

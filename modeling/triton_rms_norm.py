@@ -11,8 +11,8 @@ import functools
 
 import torch
 
-from .triton_common import OP_NAMESPACE, load_rows, store_rows, tl, triton
-from .triton_layer_common import check_tensors, is_bare, padded_width, parts_of, refuse
+from .triton_common import OP_NAMESPACE, load_rows, padded_dim, store_rows, tl, triton
+from .triton_layer_common import check_tensors, is_bare, parts_of, refuse
 
 
 MOST_WIDTH = 16384
@@ -121,7 +121,7 @@ def _as_rows(states: torch.Tensor) -> torch.Tensor:
 def _tile(width: int, sizes: tuple[int, int]) -> dict[str, int]:
     """Launch sizes of a row's width: as many rows as the program holds, and warps for one row that is wider."""
     values, warps = sizes
-    block_d = padded_width(width)
+    block_d = padded_dim(width)
     return {
         "WIDTH": width,
         "BLOCK_D": block_d,

@@ -10,8 +10,8 @@ import functools
 
 import torch
 
-from .triton_common import OP_NAMESPACE, load_rows, store_rows, tl, triton
-from .triton_layer_common import check_tensors, is_bare, padded_width, parts_of, refuse
+from .triton_common import OP_NAMESPACE, load_rows, padded_dim, store_rows, tl, triton
+from .triton_layer_common import check_tensors, is_bare, parts_of, refuse
 
 
 # Values of one half of the rotary width that a program holds, and its warps.
@@ -94,13 +94,13 @@ def _new_output(states: torch.Tensor) -> torch.Tensor:
 def _tile(dim: int, width: int, pairs: int) -> dict[str, int]:
     """Launch sizes: as many pairs of token and head as the program holds, or fewer where there are no more."""
     half, rest = width // 2, dim - width
-    block_half = padded_width(half)
+    block_half = padded_dim(half)
     return {
         "HALF": half,
         "BLOCK_HALF": block_half,
         "REST": rest,
-        "BLOCK_REST": padded_width(rest) if rest else 1,
-        "BLOCK_M": min(max(1, _HALF_VALUES // block_half), padded_width(pairs)),
+        "BLOCK_REST": padded_dim(rest) if rest else 1,
+        "BLOCK_M": min(max(1, _HALF_VALUES // block_half), padded_dim(pairs)),
         "num_warps": _WARPS,
     }
 
