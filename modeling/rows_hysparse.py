@@ -78,8 +78,9 @@ class TokenLayout:
 
     Args:
         positions (`torch.Tensor`): `(batch or 1, q_len)`: content position of each new token, in slot order.
+        rows (`Rows`): for attention over keys that are stored by content position. It has no default: some versions of
+            torch.compile cannot hold an object as a field's default.
         past (`int`): columns before those of the new tokens: slots cached, or all other room of a pre-allocated cache.
-        rows (`Rows`): for attention over keys that are stored by content position.
         order (`torch.Tensor`, *optional*): `(batch, q_len)`: slot of the i-th compact token; None keeps slots.
         place (`torch.Tensor`, *optional*): `(batch, q_len)`: the inverse, compact index of the token in each slot.
         visible (`torch.Tensor`, *optional*): `(batch, slots)`, bool, of cached and new slots.
@@ -87,8 +88,8 @@ class TokenLayout:
     """
 
     positions: torch.Tensor
+    rows: Rows
     past: int = 0
-    rows: Rows = PLAIN_ROWS
     order: torch.Tensor | None = None
     place: torch.Tensor | None = None
     visible: torch.Tensor | None = None
