@@ -1,5 +1,6 @@
 """Settings for all tests. What must be set before triton or transformers are imported is set here, at import."""
 
+import importlib.metadata
 import os
 
 
@@ -33,6 +34,22 @@ else:
     hypothesis.settings.load_profile("hysparse")
 
 OPT_IN_MARKERS = ("slow", "network")
+
+
+def pytest_configure():
+    """Stop at once where hundreds of kernel tests would fail for what is between two packages."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    try:
+        triton, numpy = (importlib.metadata.version(name).split(".")[:2] for name in ("triton", "numpy"))
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if [int(part) for part in triton] < [3, 7] and [int(part) for part in numpy] >= [2, 4]:
+        raise pytest.UsageError(
+            f"Triton {'.'.join(triton)} interprets no loop under NumPy {'.'.join(numpy)}, which makes no number of an "
+            "array of one element; run `pip install 'numpy<2.4'`, or `make test HYSPARSE_TORCH=\"torch==2.11.0 "
+            'numpy<2.4"` for an environment of its own.'
+        )
 
 
 def pytest_collection_modifyitems(config, items):

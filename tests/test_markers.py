@@ -1,5 +1,6 @@
-"""Which tests run by default, and that a selection on the command line has the last word."""
+"""Which tests run by default, that a selection on the command line has the last word, and when nothing runs."""
 
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -54,3 +55,21 @@ GPU = "PASSED" if torch.cuda.is_available() else "SKIPPED"
 )
 def test_selection(collected, arguments, outcomes):
     assert collected(*arguments) == outcomes
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "interpreted", "stops"),
+    [("3.6.0", "2.4.6", "1", True), ("3.6.0", "2.3.5", "1", False), ("3.7.1", "2.4.6", "1", False)]
+    + [("3.6.0", "2.4.6", "0", False)],
+)
+def test_packages_under_which_no_kernel_can_be_interpreted(
+    pytestconfig, monkeypatch, triton, numpy, interpreted, stops
+):
+    conftest = pytestconfig.pluginmanager.get_plugin(str(import_rules.ROOT / "tests" / "conftest.py"))
+    monkeypatch.setattr(importlib.metadata, "version", {"triton": triton, "numpy": numpy}.get)
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    if stops:
+        with pytest.raises(pytest.UsageError, match="numpy<2.4"):
+            conftest.pytest_configure()
+    else:
+        conftest.pytest_configure()
