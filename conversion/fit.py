@@ -19,7 +19,6 @@ from transformers.utils import logging
 
 from hysparse_hf.modeling.attention_hysparse import (
     block_sparse_attention,
-    full_attention_with_oracle,
     sliding_window_attention,
 )
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
@@ -248,19 +247,7 @@ class FittingPass:
         return self._fit(layer.self_attn.o_proj.weight, inputs, given)
 
     def _given(self, inputs: AttentionInputs) -> Given:
-        indices = full_attention_with_oracle(
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            block_size=self.config.oracle_block_size,
-            n_selected=self.config.oracle_budget // self.config.oracle_block_size,
-            block_reduction=self.config.oracle_block_reduction,
-            head_reduction=self.config.oracle_head_reduction,
-            forced_first_blocks=self.config.oracle_forced_first_blocks,
-            forced_local_blocks=self.config.oracle_forced_local_blocks,
-        )[2]
-        assert indices is not None
-        return inputs.key, inputs.value, indices
+        return inputs.key, inputs.value, inputs.with_choice(self.config, self.config.oracle_budget)[1]
 
     def _fit(self, weight: torch.Tensor, inputs: list[AttentionInputs], given: Sequence[Given | None]) -> LayerFit:
         parts, sums = zip(

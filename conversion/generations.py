@@ -10,7 +10,12 @@ from .cross_fit import cross_tensor
 from .damage import Damage, DamagePass
 from .fit import FittingPass, fitted_layers, fitted_tensor
 from .halves_damage import HalvesDamagePass, check_halves, measured_halves
-from .plan import check_run, measured_layer_plan
+from .layer_stream import ReadTarget
+from .plan import check_run, measured_layer_plan, reuse_layer_plan
+from .reuse_damage import ReuseDamage, ReusePass
+
+
+Windows = tuple[torch.Tensor, ...]
 
 
 class Generation(NamedTuple):
@@ -20,7 +25,8 @@ class Generation(NamedTuple):
         fit (`type`): the pass that gives layers their initial values.
         fitted_layers (`Callable`): of a configuration, which layers these are.
         fitted_tensor (`Callable`): a parameter by its name inside the layer, from the layer's values.
-        damage (`type`): the pass that measures what a plan costs.
+        damage (`Callable`): the pass that measures what a plan costs, from configuration, mapped weights and windows,
+            whether output projections are fitted, and the longest sparse run.
         measured_plan (`Callable`): fields of the configuration, from damage, configuration and longest sparse run.
         check_run (`Callable`): of configuration and longest sparse run, raises `ValueError` where no plan has it.
     """
@@ -28,7 +34,7 @@ class Generation(NamedTuple):
     fit: type[FittingPass]
     fitted_layers: Callable[[Any], Sequence[int]]
     fitted_tensor: Callable[[str, Any, Any], torch.Tensor | None]
-    damage: type[DamagePass]
+    damage: Callable[..., DamagePass | ReusePass]
     measured_plan: Callable[[Any, Any, int], dict[str, list[str]]]
     check_run: Callable[[Any, int], None]
 
@@ -41,10 +47,29 @@ def _check(config: Any, longest_run: int) -> None:
     check_run(len(config.layer_plan), config.layer_plan.count("full"), longest_run)
 
 
+def _reuse_measured(damage: ReuseDamage, config: Any, longest_run: int) -> dict[str, list[str]]:
+    return {"layer_plan": reuse_layer_plan(damage.matrix, config.layer_plan.count("full"), longest_run)}
+
+
+def _damage_pass(config: Any, read: ReadTarget, windows: Windows, *, refit: bool, longest_run: int) -> DamagePass:
+    return DamagePass(config, read, windows, refit=refit)
+
+
+def _halves_pass(config: Any, read: ReadTarget, windows: Windows, *, refit: bool, longest_run: int) -> DamagePass:
+    return HalvesDamagePass(config, read, windows, refit=refit)
+
+
+def _reuse_pass(config: Any, read: ReadTarget, windows: Windows, *, refit: bool, longest_run: int) -> ReusePass:
+    return ReusePass(config, read, windows, longest_run=longest_run)
+
+
 # Model type of the configuration -> row.
 GENERATIONS = {
-    "hysparse": Generation(FittingPass, fitted_layers, fitted_tensor, DamagePass, _measured, _check),
+    "hysparse": Generation(FittingPass, fitted_layers, fitted_tensor, _damage_pass, _measured, _check),
     "hysparse2": Generation(
-        BridgedFittingPass, cross_fitted_layers, cross_tensor, HalvesDamagePass, measured_halves, check_halves
+        BridgedFittingPass, cross_fitted_layers, cross_tensor, _halves_pass, measured_halves, check_halves
     ),
 }
+
+# The mode without training: nothing is fitted, and what a layer loses depends on whose choice it reads.
+REUSE = GENERATIONS["hysparse"]._replace(damage=_reuse_pass, measured_plan=_reuse_measured)

@@ -22,12 +22,13 @@ from .damage import Damage
 from .families import check_supported, dropped_fields, family_of, hysparse_fields
 from .faults import Source, checkpoint_map, compare_tensors, same_bits, sha256_of_tensor
 from .fit import LayerFit, naive_value
-from .generations import GENERATIONS
+from .generations import GENERATIONS, REUSE
 from .key_map import MAP_VERSION, OPERATIONS, TIED_TARGETS, Entry, fused_experts, target_shapes
 from .ladder import INDEX_REUSE
 from .output import STORED_DTYPES, CheckpointWriter
 from .output_refit import TOKENS_PER_CHANNEL
 from .plan import parse_ratio
+from .reuse_damage import ReuseDamage
 from .source import FolderSource, sha256_of
 
 
@@ -109,7 +110,8 @@ class Job:
         self.dropped_fields = dropped_fields(source.raw_config, fields)
         self.sparse_per_full = parse_ratio(options.ratio)
         architecture = ARCHITECTURES[options.architecture]
-        self.model_class, self.generation = architecture.model, GENERATIONS[options.architecture]
+        self.model_class = architecture.model
+        self.generation = REUSE if options.keep_kv else GENERATIONS[options.architecture]
         is_auto = options.plan == "auto" or (options.plan is None and options.init == "fitted")
         # An automatic plan has as many full layers as the regular one, which stands in its place until measured.
         plan = None if is_auto else options.plan
@@ -133,7 +135,7 @@ class Job:
         self.dense_entry_of = {entry.target: entry for entry in checkpoint_map(self.source, dense).entries}
         self._check_dtypes()
         self._check_tied()
-        self.damage: Damage | None = None
+        self.damage: Damage | ReuseDamage | None = None
         self.fits: dict[int, LayerFit] = {}
         # Mapped tensors that the fit replaces: target -> hashes of the mapped value and of the one written.
         self.replaced: dict[str, dict[str, str]] = {}
@@ -199,7 +201,9 @@ class Job:
                 f"{TOKENS_PER_CHANNEL} times the hidden size, and there are {calibration.record['tokens']}."
             )
         if self.measures_plan:
-            self.damage = self.generation.damage(self.config, self.mapped, calibration.windows, refit=refit).run()
+            self.damage = self.generation.damage(
+                self.config, self.mapped, calibration.windows, refit=refit, longest_run=self.max_sparse_run
+            ).run()
             self._set_plan(self.generation.measured_plan(self.damage, self.config, self.max_sparse_run))
         if self.fits_something:
             self.fits = self.generation.fit(self.config, self.mapped, calibration.windows, refit=refit).run()

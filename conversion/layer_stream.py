@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hysparse_hf.modeling.attention_hysparse import full_attention_with_oracle
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 from hysparse_hf.modeling.decoder_hysparse import HySparseDecoderLayer
 from hysparse_hf.modeling.layers_hysparse import HySparseRMSNorm, HySparseRotaryEmbedding, rotate
@@ -34,6 +35,25 @@ class AttentionInputs:
             self.query, self.key, self.value, is_causal=True, enable_gqa=True
         )
         return by_token(output)
+
+    def with_choice(self, config: HySparseConfig, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention over all keys, `(1, heads, length, head_dim)`, and the blocks of `budget` tokens in all
+        that it chooses, as a full layer of `config` does.
+        """
+        output, _, indices = full_attention_with_oracle(
+            self.query,
+            self.key,
+            self.value,
+            block_size=config.oracle_block_size,
+            n_selected=budget // config.oracle_block_size,
+            block_reduction=config.oracle_block_reduction,
+            head_reduction=config.oracle_head_reduction,
+            forced_first_blocks=config.oracle_forced_first_blocks,
+            forced_local_blocks=config.oracle_forced_local_blocks,
+        )
+        assert output is not None
+        assert indices is not None
+        return output, indices
 
 
 def by_token(output: torch.Tensor) -> torch.Tensor:

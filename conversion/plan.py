@@ -1,8 +1,8 @@
-"""Which layers stay full: the regular rule of the paper, or an explicit list."""
+"""Which layers stay full: the regular rule of the paper, an explicit list, or the least measured damage."""
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -76,7 +76,8 @@ def measured_layer_plan(damage: torch.Tensor, num_full: int, longest_run: int) -
     """
     check_run(len(damage), num_full, longest_run)
     costs = damage.double().tolist()
-    full = _best_if_additive([row[i] for i, row in enumerate(costs)], num_full, longest_run)
+    alone = [row[i] for i, row in enumerate(costs)]
+    full = _best_if_additive(lambda start, end: sum(alone[start + 1 : end]), len(costs), num_full, longest_run)
     lowest = _cost(costs, full)
     improved = True
     while improved:
@@ -102,21 +103,43 @@ def check_run(num_layers: int, num_full: int, longest_run: int) -> None:
         )
 
 
-def _best_if_additive(costs: list[float], num_full: int, longest_run: int) -> set[int]:
-    """Full layers that leave the cheapest others sparse; dynamic programming over the last full layer."""
-    layers = len(costs)
+def reuse_layer_plan(damage: torch.Tensor, num_full: int, longest_run: int) -> list[str]:
+    """The plan with the least sum of what each sparse layer loses by reading the choice of the full one before it.
+
+    Args:
+        damage (`torch.Tensor`): `(layers, layers)`, entry f, l of layer l reading what layer f chooses; only entries
+            with l - f from 1 to `longest_run` are read.
+        num_full, longest_run (`int`): as in `measured_layer_plan`.
+    Raises:
+        ValueError: so few full layers cannot keep all runs that short.
+    """
+    check_run(len(damage), num_full, longest_run)
+    costs = damage.double().tolist()
+    full = _best_if_additive(
+        lambda start, end: sum(costs[start][start + 1 : end]), len(costs), num_full, longest_run
+    )
+    return ["full" if layer in full else "sparse" for layer in range(len(costs))]
+
+
+def _best_if_additive(
+    cost_of_run: Callable[[int, int], float], layers: int, num_full: int, longest_run: int
+) -> set[int]:
+    """Full layers that leave the cheapest others sparse; dynamic programming over the last full layer.
+
+    `cost_of_run(start, end)` is that of all sparse layers between the full layer `start` and the next one, `end`.
+    """
     # After layer i as the n-th full one: cost of the sparse layers before it, and the full ones.
     best: dict[int, tuple[float, set[int]]] = {0: (0.0, {0})}
     for _ in range(num_full - 1):
         following: dict[int, tuple[float, set[int]]] = {}
         for last, (cost, full) in best.items():
             for layer in range(last + 1, min(last + longest_run + 2, layers)):
-                total = cost + sum(costs[last + 1 : layer])
+                total = cost + cost_of_run(last, layer)
                 if layer not in following or total < following[layer][0]:
                     following[layer] = total, full | {layer}
         best = following
     ends = [
-        (cost + sum(costs[last + 1 :]), full)
+        (cost + cost_of_run(last, layers), full)
         for last, (cost, full) in best.items()
         if layers - 1 - last <= longest_run
     ]

@@ -17,8 +17,12 @@ from .triton_common import query_places, row_arguments, tl, triton
 _LOWEST_KEY = tl.constexpr(-2147483648)
 _HIGHEST_KEY = tl.constexpr(2147483647)
 
-# Scores that one program holds in registers; a warp for each query, so that no reduction crosses warps.
-_PROGRAM_SCORES = 8192
+# Scores that one warp holds in registers. A warp has its queries for itself, so that no reduction crosses warps; eight
+# neighbouring queries fill a sector of memory.
+_WARP_SCORES = 2048
+_MOST_WARPS = 8
+# A program's width is that of all blocks, or a half or a quarter where its queries see no more: few variants to compile.
+_WIDTHS = (4, 2, 1)
 
 
 @triton.jit
@@ -142,8 +146,12 @@ def block_topk(
     """
     batch, kv_heads, q_len, n_selected = indices.shape
     _, num_blocks, group, chunk = scores.shape
-    blocks = triton.next_power_of_2(num_blocks)
-    queries = min(16, max(1, _PROGRAM_SCORES // blocks))
+    width = triton.next_power_of_2(num_blocks)
+    seen = triton.cdiv(steps[1] + gap, block_size)
+    blocks = next(width // part for part in _WIDTHS if width % part == 0 and width // part >= min(seen, num_blocks))
+    per_warp = max(1, _WARP_SCORES // blocks)
+    warps = _MOST_WARPS if per_warp == 1 else 4
+    queries = min(16, warps * per_warp)
     with torch.cuda.device_of(scores):
         _block_topk_kernel[(triton.cdiv(steps[1] - steps[0], queries), batch * kv_heads)](
             scores,
@@ -167,5 +175,5 @@ def block_topk(
             BLOCKS=blocks,
             SELECTED=triton.next_power_of_2(n_selected),
             MEAN=head_reduction == "mean",
-            num_warps=min(4, queries),
+            num_warps=warps,
         )

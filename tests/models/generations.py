@@ -11,7 +11,15 @@ from models import tiny, tiny2
 
 
 T1, T2 = pytest.param(tiny, id="T1"), pytest.param(tiny2, id="T2")
+# Of the second generation one of each way in which the cross-decoder gets its keys.
+WAYS = ("default", "source_rope", "own_kv", "branch", "yoco_baseline")
 both_generations = pytest.mark.parametrize("generation", [T1, T2])
+
+
+def case(generation, *values, marks=()):
+    """Values of one test, `generation` first, under an id that names them."""
+    label = "T1" if generation is tiny else "T2"
+    return pytest.param(generation, *values, id="-".join([label, *map(str, values)]), marks=marks)
 
 
 def over_settings(
@@ -25,8 +33,6 @@ def over_settings(
         first, second: settings of T1 and of T2.
         fast: those of T2 that run by default; its others run only with the slow tests.
     """
-    settings = [pytest.param(tiny, name, id=f"T1-{name}") for name in first]
-    for name in second:
-        marks = () if name in fast else pytest.mark.slow
-        settings.append(pytest.param(tiny2, name, id=f"T2-{name}", marks=marks))
+    settings = [case(tiny, name) for name in first]
+    settings += [case(tiny2, name, marks=() if name in fast else pytest.mark.slow) for name in second]
     return pytest.mark.parametrize(("generation", "switch"), settings)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models.tiny import draw_ids, recorded_forwards, tiny_model, uncached_greedy
+from models.tiny import draw_ids, greedy, recorded_forwards, tiny_model, uncached_greedy
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 
@@ -10,11 +10,6 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 RIGHT = ("dynamic", "static", "offloaded", "hybrid")
 # `generate()` takes this one for continuous batching, and never asks for a cache.
 KNOWN = (*ALL_CACHE_IMPLEMENTATIONS, "paged")
-
-
-def greedy(model, ids, new_tokens, **arguments):
-    mask = torch.ones_like(ids)
-    return model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **arguments)
 
 
 def test_the_library_knows_what_is_right():

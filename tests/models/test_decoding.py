@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from models import tiny, tiny2
+from models.generations import WAYS, both_generations, case, over_settings
 from models.tiny import (
-    SWITCHES,
     assert_same_logits,
     draw_ids,
+    greedy,
     padded_mask,
     recorded_forwards,
     spread,
@@ -26,27 +28,19 @@ from transformers import (
 from hysparse_hf.modeling.compat_transformers import CACHE_ARGUMENT, cache_of
 
 
-switches = pytest.mark.parametrize("switch", SWITCHES)
-
-
-def greedy(model, ids, new_tokens, **arguments):
-    # Without a mask `generate` would take a 0 that the model itself wrote for padding.
-    arguments.setdefault("attention_mask", torch.ones_like(ids))
-    return model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **arguments)
-
-
-@switches
-def test_A06_beams_equal_beams_without_a_cache(switch):
-    model = tiny_model(**SWITCHES[switch])
+@over_settings(second=WAYS, fast=("default",))
+def test_A06_beams_equal_beams_without_a_cache(generation, switch):
+    model = generation.tiny_model(**generation.MODELS[switch])
     ids = draw_ids(2, 13)
     arguments = {"num_beams": 3, "num_return_sequences": 3, "return_dict_in_generate": True, "output_scores": True}
-    on, off = (greedy(model, ids, 24, use_cache=use_cache, **arguments) for use_cache in (True, False))
+    on, off = (greedy(model, ids, 14, use_cache=use_cache, **arguments) for use_cache in (True, False))
     assert torch.equal(on.sequences, off.sequences)
     torch.testing.assert_close(on.sequences_scores, off.sequences_scores, atol=1e-5, rtol=0)
 
 
-def test_beams_of_a_padded_batch_equal_solo_beams():
-    model = tiny_model()
+@both_generations
+def test_beams_of_a_padded_batch_equal_solo_beams(generation):
+    model = generation.tiny_model()
     rows = [draw_ids(1, length, seed=length)[0] for length in (7, 13)]
     mask = padded_mask("left", (7, 13), 13)
     output = greedy(model, spread(rows, mask), 10, attention_mask=mask, num_beams=3)
@@ -56,11 +50,14 @@ def test_beams_of_a_padded_batch_equal_solo_beams():
 
 
 @pytest.mark.parametrize(
-    ("switch", "padding"),
-    [(switch, 0) for switch in SWITCHES] + [("default", 3), ("window_layers", 3), ("merged_own", 3)],
+    ("generation", "switch", "padding"),
+    [case(tiny, switch, 0) for switch in tiny.SWITCHES]
+    + [case(tiny, switch, 3) for switch in ("default", "window_layers", "merged_own")]
+    + [case(tiny2, "default", padding) for padding in (0, 3)]
+    + [case(tiny2, way, 3, marks=pytest.mark.slow) for way in WAYS if way != "default"],
 )
-def test_A03_prompt_lookup_equals_greedy(switch, padding):
-    model = tiny_model(**SWITCHES[switch])
+def test_A03_prompt_lookup_equals_greedy(generation, switch, padding):
+    model = generation.tiny_model(**generation.MODELS[switch])
     tokens = draw_ids(1, 5)[0].repeat(4)
     mask = padded_mask("left", (20,), 20 + padding)
     ids = spread([tokens], mask)
@@ -71,19 +68,32 @@ def test_A03_prompt_lookup_equals_greedy(switch, padding):
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["good_drafts", "bad_drafts"])
-def test_A03_an_assistant_model_equals_greedy(same):
-    model = tiny_model()
-    assistant = tiny_model(seed=0 if same else 7)
+@both_generations
+def test_A03_an_assistant_model_equals_greedy(generation, same):
+    model = generation.tiny_model()
+    assistant = generation.tiny_model(seed=0 if same else 7)
     ids = draw_ids(1, 20)
     assert torch.equal(greedy(model, ids, 25, assistant_model=assistant), uncached_greedy(model, ids, 25))
 
 
-@pytest.mark.parametrize("layers", [1, 3, 5])
-def test_drafts_that_leave_the_model_early_equal_greedy(layers):
-    model, ids = tiny_model(), draw_ids(1, 20)
+@pytest.mark.parametrize("layers", [1, 3, 4, 5])
+@both_generations
+def test_drafts_that_leave_the_model_early_equal_greedy(generation, layers):
+    model, ids = generation.tiny_model(), draw_ids(1, 20)
     drafted = greedy(model, ids, 25, assistant_early_exit=layers)
     assert model.config.num_hidden_layers == 6
     assert torch.equal(drafted, uncached_greedy(model, ids, 25))
+
+
+@pytest.mark.parametrize("kind", ["assistant", "lookup"])
+@both_generations
+def test_drafts_behind_a_prompt_padded_on_the_right_are_refused_A03(generation, kind):
+    model = generation.tiny_model()
+    mask = padded_mask("right", (17,), 20)
+    drafting = {"assistant_model": generation.tiny_model(seed=7)} if kind == "assistant" else {}
+    ids = draw_ids(1, 5).repeat(1, 4) * mask
+    with pytest.raises(ValueError, match="pad it on the left"):
+        greedy(model, ids, 8, attention_mask=mask, **(drafting or {"prompt_lookup_num_tokens": 3}))
 
 
 def test_drafts_of_an_assistant_sample_what_the_model_samples():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models.tiny import assert_same_logits, draw_ids, padded_mask, spread, uncached_greedy
+from models.tiny import assert_same_logits, draw_ids, greedy, padded_mask, spread, uncached_greedy
 from models.tiny2 import SWITCHES, over_models, tiny_model
 
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
@@ -242,11 +242,6 @@ class TestCounter:
         cache.reset()
         model(draw_ids(1, 9), cache=cache, logits_to_keep=1)
         assert cache.processed_tokens == {"self": 18, "cross": 2}
-
-
-def greedy(model, ids, new_tokens=12, **arguments):
-    mask = arguments.pop("attention_mask", torch.ones_like(ids))
-    return model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **arguments)
 
 
 class TestGenerate:

@@ -5,7 +5,7 @@ import torch
 from models import tiny2
 from models.cache_runs import continues_right
 from models.generations import both_generations, over_settings
-from models.tiny import draw_ids, padded_mask, run_in_chunks, tiny_config, tiny_model, uncached_greedy
+from models.tiny import draw_ids, greedy, padded_mask, run_in_chunks, tiny_config, tiny_model, uncached_greedy
 
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
 from hysparse_hf.modeling.cache_layers_hysparse import GrowingLayer
@@ -33,11 +33,6 @@ def moves(monkeypatch):
     for name, method in (("offload", offload), ("prefetch", prefetch), ("update", checked)):
         monkeypatch.setattr(GrowingLayer, name, method)
     return calls
-
-
-def greedy(model, ids, new_tokens, **arguments):
-    arguments.setdefault("attention_mask", torch.ones_like(ids))
-    return model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **arguments)
 
 
 def test_each_turn_fetches_the_next_full_layer_and_sends_its_own_away(moves):

@@ -10,6 +10,7 @@ from models.tiny import (
     SWITCHES,
     assert_same_logits,
     draw_ids,
+    greedy,
     logits_alone,
     padded_mask,
     recorded_forwards,
@@ -290,11 +291,6 @@ def test_4d_masks_are_refused_behind_cached_tokens(name):
 
 
 # generate()
-
-
-def greedy(model, ids, new_tokens, **arguments):
-    arguments.setdefault("attention_mask", torch.ones_like(ids))
-    return model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **arguments)
 
 
 @pytest.mark.parametrize(("switch", "padded"), [(switch, True) for switch in SWITCHES] + [("default", False)])

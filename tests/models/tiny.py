@@ -145,6 +145,14 @@ def run_in_chunks(
     return torch.cat(outputs, dim=1), cache
 
 
+def greedy(model: HySparseForCausalLM, ids, new_tokens: int = 12, attention_mask=None, **arguments):
+    """Prompts `ids` and the likeliest new tokens by `generate()`, which also takes `arguments`."""
+    if attention_mask is None and ids is not None:
+        # Without a mask `generate()` would take a 0 that the model itself wrote for padding.
+        attention_mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=attention_mask, max_new_tokens=new_tokens, do_sample=False, **arguments)
+
+
 @torch.no_grad()
 def uncached_greedy(
     model: HySparseForCausalLM, ids: torch.Tensor, new_tokens: int, attention_mask: torch.Tensor | None = None
