@@ -1,7 +1,18 @@
 """Caches filled by hand or by a model, and the check that they go on right; imported as `models.cache_runs`."""
 
+import pytest
 import torch
 from models.tiny import assert_same_logits, draw_ids, logits_alone, padded_mask, run_in_chunks
+
+
+padded_or_not = pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+
+
+def rows_and_mask(padded, total=41):
+    """Ids of two rows, the second of them shorter if `padded`, and the mask `(2, total)` that pads it on the left."""
+    lengths = (total, 30) if padded else (total, total)
+    rows = [draw_ids(1, length, seed=length + row)[0] for row, length in enumerate(lengths)]
+    return rows, padded_mask("left", lengths, total)
 
 
 def states_of(config, batch, length, seed=0):

@@ -13,6 +13,8 @@ from models import tiny, tiny2
 T1, T2 = pytest.param(tiny, id="T1"), pytest.param(tiny2, id="T2")
 # Of the second generation one of each way in which the cross-decoder gets its keys.
 WAYS = ("default", "source_rope", "own_kv", "branch", "yoco_baseline")
+# Its settings that run by default where each of them is a case of its own.
+FAST = ("default", "two_bridges")
 both_generations = pytest.mark.parametrize("generation", [T1, T2])
 
 
@@ -25,7 +27,7 @@ def case(generation, *values, marks=()):
 def over_settings(
     first: Iterable[str] = tiny.MODELS,
     second: Iterable[str] = tiny2.MODELS,
-    fast: Iterable[str] = ("default", "two_bridges"),
+    fast: Iterable[str] = FAST,
 ):
     """Parametrise a test by `generation` and `switch`, a key of `generation.MODELS`.
 

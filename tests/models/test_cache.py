@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from models.cache_runs import continues_right, filled
+from models.cache_runs import continues_right, filled, padded_or_not
 from models.tiny import (
     CACHE_NAMES,
     SWITCHES,
@@ -24,7 +24,6 @@ from hysparse_hf.modeling.cache_layers_hysparse import WINDOW_SLACK
 
 
 switches = pytest.mark.parametrize("switch", SWITCHES)
-padded_or_not = pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 
 
 # Crop

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 import torch
-from models.cache_runs import append
+from models.cache_runs import append, padded_or_not
 from models.tiny import SWITCHES, draw_ids, padded_mask, run_in_chunks, tiny_config, tiny_model
 
 from hysparse_hf import HySparseConfig, measure_cache_bytes, predict_cache_bytes
@@ -17,7 +17,6 @@ from hysparse_hf.modeling.cache_layers_hysparse import PAGE, WINDOW_SLACK
 
 
 switches = pytest.mark.parametrize("switch", SWITCHES)
-padded_or_not = pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 
 
 def formula(config, batch, length, itemsize, slack=WINDOW_SLACK):

@@ -1,8 +1,7 @@
 """Buffers that grow in place: how often they move, and what a graph, inference mode or a kept view sees of it."""
 
-import pytest
 import torch
-from models.cache_runs import append, states_of
+from models.cache_runs import append, padded_or_not, states_of
 from models.tiny import (
     assert_same_logits,
     draw_ids,
@@ -16,9 +15,6 @@ from models.tiny import (
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
 from hysparse_hf.modeling.compat_transformers import cache_of
 from hysparse_hf.modeling.rows_hysparse import layout_of_mask
-
-
-padded_or_not = pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 
 
 def storages_of(cache):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models.generations import both_generations
 from models.tiny import draw_ids, greedy, recorded_forwards, tiny_model, uncached_greedy
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
@@ -17,15 +18,17 @@ def test_the_library_knows_what_is_right():
 
 
 @pytest.mark.parametrize("implementation", [None, *RIGHT])
-def test_tokens_equal_those_of_uncached_runs(implementation):
-    model, ids = tiny_model(), draw_ids(2, 15)
+@both_generations
+def test_tokens_equal_those_of_uncached_runs(generation, implementation):
+    model, ids = generation.tiny_model(), draw_ids(2, 15)
     output = greedy(model, ids, 12, cache_implementation=implementation)
     assert torch.equal(output, uncached_greedy(model, ids, 12))
 
 
 @pytest.mark.parametrize("implementation", [name for name in KNOWN if name not in (*RIGHT, "paged")])
-def test_A11_A27_others_are_refused_before_the_first_forward(implementation):
-    model = tiny_model()
+@both_generations
+def test_A11_A27_others_are_refused_before_the_first_forward(generation, implementation):
+    model = generation.tiny_model()
     with recorded_forwards(model) as shapes, pytest.raises(ValueError, match="`cache_implementation` must be None"):
         greedy(model, draw_ids(1, 3), 4, cache_implementation=implementation)
     assert shapes == []

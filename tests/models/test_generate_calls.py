@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny2
 from models.generations import both_generations, over_settings
 from models.tiny import (
     CACHE_NAMES,
@@ -121,13 +120,6 @@ def test_a_cache_class_derived_from_ours_is_ours():
     model, ids = tiny_model(), draw_ids(1, 8)
     output = greedy(model, ids, 4, **{CACHE_ARGUMENT: CountedCache(model.config)})
     assert torch.equal(output, uncached_greedy(model, ids, 4))
-
-
-def test_A27_a_quantised_cache_is_refused_before_the_first_forward():
-    model = tiny2.tiny_model()
-    with recorded_forwards(model) as shapes, pytest.raises(ValueError, match="cache_implementation"):
-        greedy(model, draw_ids(1, 3), 4, cache_implementation="quantized")
-    assert shapes == []
 
 
 REMOVED_NAMES = {"key_cache", "value_cache", "seen_tokens", "get_usable_length", "get_max_length", "to_legacy_cache"}

@@ -12,7 +12,7 @@ MUTANTS = {
         FIXED_CACHE,
         "refill(buffer, change(buffer)) for buffer",
         "(change(buffer), buffer)[1] for buffer",
-        f"{FIXED}::test_static_beams_equal_growing_beams",
+        "tests/models/test_static_generation.py::test_static_beams_equal_growing_beams",
     ),
     "counts-stay-when-rows-move": Mutant(
         WHOLE_CACHE,

@@ -5,7 +5,7 @@ from .entry import CACHE, DECODER, INPUTS, MODEL, REFERENCE, ROWS, SELECTION, Mu
 
 FULL = "tests/ops/test_full_attention.py"
 FORWARD = "tests/models/test_forward.py"
-GENERATE = "tests/models/test_generate.py"
+GENERATE = "tests/models/test_generate_calls.py"
 CACHE_TESTS = "tests/models/test_cache.py"
 LAYOUTS = "tests/models/test_layouts.py"
 LOADING = "tests/models/test_loading.py"
