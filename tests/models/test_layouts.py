@@ -1,10 +1,10 @@
-"""A row gives the same logits alone, padded anywhere, packed, in chunks, with and without a cache."""
+"""A row gives the same logits alone, padded anywhere, in chunks, with and without a cache."""
 
 import pytest
 import torch
+from models import tiny, tiny2
+from models.generations import FAST, both_generations, case, over_settings
 from models.tiny import (
-    CACHE_NAMES,
-    SWITCHES,
     assert_same_logits,
     draw_ids,
     logits_alone,
@@ -12,21 +12,17 @@ from models.tiny import (
     run_in_chunks,
     spread,
     tiny_config,
-    tiny_model,
 )
 
-from hysparse_hf.modeling.cache_hysparse import HySparseCache
-from hysparse_hf.modeling.compat_transformers import cache_of
+from hysparse_hf.modeling.compat_transformers import CACHE_ARGUMENT, cache_of
 
 
 LENGTHS = (33, 50, 41)
 TOTAL = 56
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
-switches = pytest.mark.parametrize("switch", SWITCHES)
+every_setting = over_settings()
 paddings = pytest.mark.parametrize("padding", ["left", "right", "holes"])
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
-cache_names = pytest.mark.parametrize("name", CACHE_NAMES)
 
 
 def rows_of(lengths=LENGTHS, seed=3):
@@ -38,68 +34,75 @@ def assert_rows_equal_alone(model, logits, rows, mask):
         assert_same_logits(logits[row][mask[row].bool()], logits_alone(model, tokens))
 
 
-@paddings
-@switches
+@every_setting
 @torch.no_grad()
-def test_padded_rows_equal_the_row_alone(switch, padding):
-    model = tiny_model(torch.float64, **SWITCHES[switch])
-    rows, mask = rows_of(), padded_mask(padding, LENGTHS, TOTAL)
-    logits = model(spread(rows, mask), attention_mask=mask).logits
-    assert logits.isfinite().all()
-    assert_rows_equal_alone(model, logits, rows, mask)
+def test_padded_rows_equal_the_row_alone(generation, switch):
+    model = generation.tiny_model(torch.float64, **generation.MODELS[switch])
+    rows = rows_of()
+    alone = [logits_alone(model, tokens) for tokens in rows]
+    for padding in ("left", "right", "holes"):
+        mask = padded_mask(padding, LENGTHS, TOTAL)
+        logits = model(spread(rows, mask), attention_mask=mask).logits
+        assert logits.isfinite().all()
+        for row, expected in enumerate(alone):
+            assert_same_logits(logits[row][mask[row].bool()], expected)
 
 
-@switches
+@over_settings(second=("default",))
 @torch.no_grad()
-def test_padded_rows_in_float32_equal_the_row_alone(switch):
-    model = tiny_model(**SWITCHES[switch])
+def test_padded_rows_in_float32_equal_the_row_alone(generation, switch):
+    model = generation.tiny_model(**generation.MODELS[switch])
     rows, mask = rows_of(), padded_mask("holes", LENGTHS, TOTAL)
     assert_rows_equal_alone(model, model(spread(rows, mask), attention_mask=mask).logits, rows, mask)
 
 
-@paddings
-@switches
-def test_padded_rows_in_chunks_equal_the_row_alone(switch, padding):
-    model = tiny_model(torch.float64, **SWITCHES[switch])
+@pytest.mark.parametrize(
+    ("generation", "switch", "padding"),
+    [case(of, "default", padding) for of in (tiny, tiny2) for padding in ("left", "right")]
+    + [case(tiny, name, "holes") for name in tiny.MODELS]
+    + [case(tiny2, name, "holes", marks=() if name in FAST else pytest.mark.slow) for name in tiny2.MODELS],
+)
+def test_padded_rows_in_chunks_equal_the_row_alone(generation, switch, padding):
+    model = generation.tiny_model(torch.float64, **generation.MODELS[switch])
     rows, mask = rows_of(), padded_mask(padding, LENGTHS, TOTAL)
-    for chunks in ((30, 26), (11, 1, 2, 3, 7, *[1] * 6, 26)):
-        logits, _ = run_in_chunks(model, spread(rows, mask), chunks, mask)
-        assert logits.isfinite().all()
-        assert_rows_equal_alone(model, logits, rows, mask)
+    logits, _ = run_in_chunks(model, spread(rows, mask), (11, 1, 2, 3, 7, *[1] * 6, 26), mask)
+    assert logits.isfinite().all()
+    assert_rows_equal_alone(model, logits, rows, mask)
 
 
 @paddings
-def test_padded_rows_one_token_at_a_time_equal_the_row_alone(padding):
-    model = tiny_model(torch.float64)
+@both_generations
+def test_padded_rows_one_token_at_a_time_equal_the_row_alone(generation, padding):
+    model = generation.tiny_model(torch.float64)
     rows, mask = rows_of(), padded_mask(padding, LENGTHS, TOTAL)
     logits, _ = run_in_chunks(model, spread(rows, mask), [1] * TOTAL, mask)
     assert_rows_equal_alone(model, logits, rows, mask)
 
 
-@dtypes
-@switches
-def test_A07_several_new_tokens_on_a_filled_cache(switch, dtype):
-    model = tiny_model(DTYPES[dtype], **SWITCHES[switch])
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_setting
+def test_A07_several_new_tokens_on_a_filled_cache(generation, switch, dtype):
+    model = generation.tiny_model(DTYPES[dtype], **generation.MODELS[switch])
     ids = draw_ids(2, 48)
     expected = torch.stack([logits_alone(model, row) for row in ids])
-    for chunks in ((11, 1, 2, 3, 7, 24), (30, 18), (5, 6, 37)):
+    for chunks in ((11, 1, 2, 3, 7, 24), (30, 18), (5, 6, 37))[: 3 if dtype == "float64" else 1]:
         logits, _ = run_in_chunks(model, ids, chunks)
         assert_same_logits(logits, expected)
 
 
-@cache_names
-@switches
-def test_A07_one_token_at_a_time(switch, name):
-    model = tiny_model(torch.float64, **SWITCHES[switch])
+@every_setting
+def test_A07_one_token_at_a_time(generation, switch):
+    model = generation.tiny_model(torch.float64, **generation.MODELS[switch])
     ids = draw_ids(1, 40)
-    logits, cache = run_in_chunks(model, ids, [1] * 40, name=name)
+    logits, cache = run_in_chunks(model, ids, [1] * 40, name=CACHE_ARGUMENT)
     assert cache.get_seq_length() == 40
     assert_same_logits(logits[0], logits_alone(model, ids[0]))
 
 
 @paddings
-def test_a_mask_of_ones_behind_an_unmasked_prefill_changes_nothing(padding):
-    model = tiny_model(torch.float64)
+@both_generations
+def test_a_mask_of_ones_behind_an_unmasked_prefill_changes_nothing(generation, padding):
+    model = generation.tiny_model(torch.float64)
     lengths = (20, 14, 17)
     mask = torch.cat([torch.ones(3, 12, dtype=torch.long), padded_mask(padding, lengths, 24)], dim=1)
     rows = rows_of([length + 12 for length in lengths])
@@ -109,8 +112,9 @@ def test_a_mask_of_ones_behind_an_unmasked_prefill_changes_nothing(padding):
     assert_rows_equal_alone(model, torch.cat([first, second], dim=1), rows, mask)
 
 
-def test_new_tokens_without_a_mask_behind_padded_ones_are_all_visible():
-    model = tiny_model(torch.float64)
+@both_generations
+def test_new_tokens_without_a_mask_behind_padded_ones_are_all_visible(generation):
+    model = generation.tiny_model(torch.float64)
     mask = torch.cat([padded_mask("left", (9, 20, 13), 20), torch.ones(3, 21, dtype=torch.long)], dim=1)
     rows = rows_of((30, 41, 34))
     ids = spread(rows, mask)
@@ -120,8 +124,9 @@ def test_new_tokens_without_a_mask_behind_padded_ones_are_all_visible():
 
 
 @pytest.mark.parametrize("chunks", [(44,), (30, 14), (20, *[1] * 24)], ids=["whole", "two", "decode"])
-def test_a_row_of_nothing_but_padding_stays_finite_and_apart(chunks):
-    model = tiny_model(torch.float64)
+@both_generations
+def test_a_row_of_nothing_but_padding_stays_finite_and_apart(generation, chunks):
+    model = generation.tiny_model(torch.float64)
     rows = rows_of((0, 44, 31))
     mask = padded_mask("left", (0, 44, 31), 44)
     logits, cache = run_in_chunks(model, spread(rows, mask), chunks, mask)
@@ -135,10 +140,10 @@ def test_a_row_of_nothing_but_padding_stays_finite_and_apart(chunks):
     assert_same_logits(logits[1], logits_alone(model, torch.cat([rows[1], late[1]]))[44:])
 
 
-@switches
+@every_setting
 @torch.no_grad()
-def test_B01_use_cache_changes_neither_logits_nor_loss(switch):
-    model = tiny_model(torch.float64, **SWITCHES[switch])
+def test_B01_use_cache_changes_neither_logits_nor_loss(generation, switch):
+    model = generation.tiny_model(torch.float64, **generation.MODELS[switch])
     ids = draw_ids(2, 40)
     mask = padded_mask("left", (40, 29), 40)
     for arguments in ({}, {"attention_mask": mask}, {"labels": ids}, {"attention_mask": mask, "labels": ids}):
@@ -151,145 +156,16 @@ def test_B01_use_cache_changes_neither_logits_nor_loss(switch):
             assert abs(on.loss - off.loss) <= 1e-10
 
 
-# Packing
-
-
-DOCUMENTS = (20, 30, 1, 9)
-
-
-def packed(seed=3):
-    rows = rows_of(DOCUMENTS, seed)
-    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
-    cu_seqlens = torch.tensor([0, *DOCUMENTS]).cumsum(0).int()
-    return rows, torch.cat(rows)[None], {"position_ids": positions}, {"cu_seq_lens_q": cu_seqlens}
-
-
-@dtypes
-@switches
-@torch.no_grad()
-def test_packed_documents_equal_the_document_alone(switch, dtype):
-    model = tiny_model(DTYPES[dtype], **SWITCHES[switch])
-    rows, ids, positions, cu_seqlens = packed()
-    expected = torch.cat([logits_alone(model, row) for row in rows])
-    for arguments in (positions, cu_seqlens, {**positions, **cu_seqlens}):
-        assert_same_logits(model(ids, use_cache=False, **arguments).logits[0], expected)
-
-
-@torch.no_grad()
-def test_packed_rows_of_a_batch_have_documents_of_their_own():
-    model = tiny_model(torch.float64)
-    lengths = ((20, 25), (9, 30, 6))
-    rows = [rows_of(row, seed=10 * number) for number, row in enumerate(lengths)]
-    ids = torch.stack([torch.cat(row) for row in rows])
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
-    logits = model(ids, position_ids=positions).logits
-    for row, documents in enumerate(rows):
-        assert_same_logits(logits[row], torch.cat([logits_alone(model, tokens) for tokens in documents]))
-
-
-@pytest.mark.parametrize("by", [2, 3], ids=["position_ids", "cu_seq_lens"])
-@torch.no_grad()
-def test_packed_input_makes_no_cache(by):
-    assert cache_of(tiny_model()(packed()[1], use_cache=True, **packed()[by])) is None
-
-
-@cache_names
-@pytest.mark.parametrize("by", [2, 3], ids=["position_ids", "cu_seq_lens"])
-@pytest.mark.parametrize("filled", [False, True], ids=["empty", "filled"])
-@torch.no_grad()
-def test_packed_input_with_a_cache_is_an_error(filled, by, name):
-    model = tiny_model()
-    cache = HySparseCache(model.config)
-    if filled:
-        model(draw_ids(1, 5), **{name: cache})
-    with pytest.raises(ValueError, match="packed documents"):
-        model(packed()[1], **packed()[by], **{name: cache})
-    assert cache.get_seq_length() == (5 if filled else 0)
-
-
-# 4-D masks
-
-
-def causal_4d(q_len, kv_len, dtype=torch.bool):
-    visible = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)[None, None]
-    if dtype == torch.bool:
-        return visible
-    return torch.zeros(1, 1, q_len, kv_len, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
-
-
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float64, torch.float32], ids=str)
-@switches
-@torch.no_grad()
-def test_a_causal_4d_mask_equals_no_mask(switch, mask_dtype):
-    model = tiny_model(torch.float64, **SWITCHES[switch])
-    ids = draw_ids(2, 40)
-    logits = model(ids, attention_mask=causal_4d(40, 40, mask_dtype).expand(2, -1, -1, -1), use_cache=False).logits
-    assert_same_logits(logits, model(ids, use_cache=False).logits)
-
-
-@switches
-@torch.no_grad()
-def test_a_causal_4d_mask_over_a_filled_cache_equals_no_mask(switch):
-    model = tiny_model(torch.float64, **SWITCHES[switch])
-    ids = draw_ids(2, 40)
-    cache, pieces, done = None, [], 0
-    for size in (15, 1, 20, 4):
-        mask = causal_4d(size, done + size).expand(2, -1, -1, -1)
-        output = model(ids[:, done : done + size], attention_mask=mask, use_cache=True, cache=cache)
-        cache, done = cache_of(output), done + size
-        pieces.append(output.logits)
-    assert_same_logits(torch.cat(pieces, dim=1), model(ids, use_cache=False).logits)
-
-
-@switches
-@torch.no_grad()
-def test_a_4d_mask_hides_what_it_says(switch):
-    model = tiny_model(torch.float64, **SWITCHES[switch])
-    ids = draw_ids(1, 40)
-    mask = causal_4d(40, 40).clone()
-    mask[..., 13:, 12] = False
-    other = ids.clone()
-    other[0, 12] = 2 if ids[0, 12] != 2 else 3
-    one, two = (model(tokens, attention_mask=mask, use_cache=False).logits[0] for tokens in (ids, other))
-    assert torch.equal(one[13:], two[13:])
-    assert not torch.equal(one[12], two[12])
-
-
-@torch.no_grad()
-def test_a_4d_mask_may_differ_between_heads():
-    model = tiny_model(torch.float64)
-    ids = draw_ids(1, 30)
-    mask = causal_4d(30, 30).repeat(1, 4, 1, 1)
-    same = model(ids, attention_mask=mask, use_cache=False).logits
-    assert_same_logits(same, model(ids, use_cache=False).logits)
-    mask[:, 2, 10:, 4] = False
-    assert (model(ids, attention_mask=mask, use_cache=False).logits - same).abs().max() > 1e-4
-
-
-@torch.no_grad()
-def test_a_4d_mask_behind_padded_rows_in_a_cache_is_an_error():
-    model = tiny_model()
-    mask = padded_mask("left", (6, 10), 10)
-    _, cache = run_in_chunks(model, draw_ids(2, 10), [10], mask)
-    with pytest.raises(ValueError, match="attention_mask"):
-        model(draw_ids(2, 3), attention_mask=causal_4d(3, 13).expand(2, -1, -1, -1), cache=cache)
-
-
-@pytest.mark.parametrize("length", [9, 11, 3])
-@torch.no_grad()
-def test_a_mask_of_the_wrong_length_is_an_error(length):
-    model = tiny_model()
-    _, cache = run_in_chunks(model, draw_ids(1, 7), [7])
-    with pytest.raises(ValueError, match="mask of all tokens, cached ones included"):
-        model(draw_ids(1, 3), attention_mask=torch.ones(1, length), cache=cache)
-
-
 # Rows of the known faults
 
 
-def test_A09_first_layer_is_a_window_layer():
+@both_generations
+def test_A09_first_layer_is_a_window_layer(generation):
+    """Lengths and masks must not be read from its window; T2 begins with one of itself."""
     steps = 13  # far past the window of 6
-    model = tiny_model(torch.float64, layer_plan=["window", "window", "full", "sparse", "window", "full"])
+    plan = {"layer_plan": ["window", "window", "full", "sparse", "window", "full"]} if generation is tiny else {}
+    model = generation.tiny_model(torch.float64, **plan)
+    assert model.config.layer_plan[0] == "window"
     ids = draw_ids(2, 10 + steps)
     logits, cache = run_in_chunks(model, ids, [10] + [1] * steps)
     assert cache.get_seq_length() == 10 + steps
@@ -298,18 +174,19 @@ def test_A09_first_layer_is_a_window_layer():
 
 
 @pytest.mark.parametrize("length", [4, 5, 6, 7, 8])
-def test_A10_prompt_length_near_the_window(length):
-    model = tiny_model(torch.float64)
+@both_generations
+def test_A10_prompt_length_near_the_window(generation, length):
+    model = generation.tiny_model(torch.float64)
     ids = draw_ids(2, length + 4)
     logits, _ = run_in_chunks(model, ids, [length, 1, 1, 1, 1])
     for row in range(2):
         assert_same_logits(logits[row], logits_alone(model, ids[row]))
 
 
-@switches
+@every_setting
 @torch.no_grad()
-def test_A13_a_prefill_longer_than_the_window_sees_no_future_token(switch):
-    model = tiny_model(**SWITCHES[switch])
+def test_A13_a_prefill_longer_than_the_window_sees_no_future_token(generation, switch):
+    model = generation.tiny_model(**generation.MODELS[switch])
     ids = draw_ids(1, 40)
     other = ids.clone()
     other[0, 30] = 2 if ids[0, 30] != 2 else 3
@@ -319,9 +196,10 @@ def test_A13_a_prefill_longer_than_the_window_sees_no_future_token(switch):
     assert not torch.equal(one[30], two[30])
 
 
+@both_generations
 @torch.no_grad()
-def test_A16_padding_counts_in_a_batch_of_one():
-    model = tiny_model()
+def test_A16_padding_counts_in_a_batch_of_one(generation):
+    model = generation.tiny_model()
     tokens = draw_ids(1, 37)[0]
     mask = padded_mask("left", (37,), 40)
     logits = model(spread([tokens], mask), attention_mask=mask).logits[0, -1]
@@ -330,11 +208,13 @@ def test_A16_padding_counts_in_a_batch_of_one():
 
 @pytest.mark.parametrize("pads", [1, 31, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@both_generations
 @torch.no_grad()
-def test_A17_left_padding_is_finite_everywhere(pads, dtype):
-    model = tiny_model(dtype)
+def test_A17_left_padding_is_finite_everywhere(generation, pads, dtype):
+    model = generation.tiny_model(dtype)
     rows = rows_of((40, 40 + pads))
     mask = padded_mask("left", (40, 40 + pads), 40 + pads)
+    assert model(spread(rows, mask), attention_mask=mask, logits_to_keep=1).logits.isfinite().all()
     logits = model(spread(rows, mask), attention_mask=mask).logits
     assert logits.isfinite().all()
     if dtype == torch.float32:
@@ -347,9 +227,10 @@ def test_A17_left_padding_is_finite_everywhere(pads, dtype):
     assert divergence.median() < 1e-2
 
 
+@both_generations
 @torch.no_grad()
-def test_attention_maps_and_indices_say_nothing_of_padding():
-    model = tiny_model(torch.float64)
+def test_attention_maps_and_indices_say_nothing_of_padding(generation):
+    model = generation.tiny_model(torch.float64)
     rows, mask = rows_of(), padded_mask("holes", LENGTHS, TOTAL)
     output = model(spread(rows, mask), attention_mask=mask, output_attentions=True, output_selected_indices=True)
     for row, tokens in enumerate(rows):
@@ -363,10 +244,11 @@ def test_attention_maps_and_indices_say_nothing_of_padding():
             assert not padded[row][:, :, ~visible].any()
 
 
+@both_generations
 @torch.no_grad()
-def test_content_positions_are_the_default_rotary_positions():
+def test_content_positions_are_the_default_rotary_positions(generation):
     """Given positions rotate; they neither move blocks nor windows."""
-    model = tiny_model(torch.float64)
+    model = generation.tiny_model(torch.float64)
     rows, mask = rows_of(), padded_mask("left", LENGTHS, TOTAL)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     ids = spread(rows, mask)
