@@ -12,7 +12,7 @@ scaled to the true KL of each layer alone. Errors that point the same way add up
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ class Damage:
     """KL to the teacher `(layers, layers)`, float64: the diagonal of each layer alone, the rest of pairs."""
 
     matrix: torch.Tensor
+
+    replacement: ClassVar[str] = "becomes a fitted window"
+    text: ClassVar[None] = None
 
     def of(self, layers: list[int]) -> float:
         """The estimate for replacing several layers together."""

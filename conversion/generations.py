@@ -11,7 +11,7 @@ from .damage import Damage, DamagePass
 from .fit import FittingPass, fitted_layers, fitted_tensor
 from .halves_damage import HalvesDamagePass, check_halves, measured_halves
 from .layer_stream import ReadTarget
-from .plan import check_run, measured_layer_plan, reuse_layer_plan
+from .plan import check_run, longest_run_of, measured_layer_plan, reuse_layer_plan
 from .reuse_damage import ReuseDamage, ReusePass
 
 
@@ -60,7 +60,8 @@ def _halves_pass(config: Any, read: ReadTarget, windows: Windows, *, refit: bool
 
 
 def _reuse_pass(config: Any, read: ReadTarget, windows: Windows, *, refit: bool, longest_run: int) -> ReusePass:
-    return ReusePass(config, read, windows, longest_run=longest_run)
+    # As far as the plan goes that stands in the place of the measured one, so that both can be compared.
+    return ReusePass(config, read, windows, longest_run=max(longest_run, longest_run_of(config.layer_plan)))
 
 
 # Model type of the configuration -> row.

@@ -6,7 +6,7 @@ layer behind it, which reads what the layer just before it would give.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,6 +25,8 @@ class HalvesDamage(Damage):
     """As `Damage`, of replacements: `tried` says which layer and kind each row stands for."""
 
     tried: tuple[tuple[int, str], ...]
+
+    replacement: ClassVar[str] = "becomes that of its column behind the bridge"
 
     def of_plan(self, layer_plan: list[str]) -> float:
         """The estimate for all layers of a plan together; a kind that was not tried costs nothing."""

@@ -17,7 +17,9 @@ def measure_plan(
     architecture: str = "hysparse",
     ratio: str = "1:3",
     max_sparse_run: int | None = None,
+    keep_kv: bool = False,
     budget: int = 1024,
+    block_size: int = 64,
     window: int = 128,
     calibrate: GivenText | None = None,
     calibration_tokens: int | None = None,
@@ -26,15 +28,18 @@ def measure_plan(
     """Measure the damage of making layers sparse, as `convert(plan="auto")` does.
 
     Args:
-        source, architecture, ratio, max_sparse_run, window, calibrate, calibration_tokens, calibration_length: as in
-            `convert`.
-        budget (`int`): as there; says something for the second generation only.
+        source, architecture, ratio, max_sparse_run, keep_kv, window, calibrate, calibration_tokens,
+            calibration_length: as in `convert`.
+        budget (`int`), block_size (`int`): as there; say something with `keep_kv`, the budget also for the second
+            generation.
     Returns:
         `dict`: `damage`: per layer the KL to the source when its attention alone becomes the window that it can be
         fitted to; `plans`: for `regular` and `auto` the `full` layers, the `option` of `convert` that asks for them,
         and the `estimate`, the KL of all sparse layers together, pairs included, by that measure. For the second
         generation `damage` has a column per replacement: kind -> layer -> KL, and the estimate is of all that differs
-        from the source.
+        from the source. With `keep_kv` it has a column per full layer that is tried, as many layers before this one
+        as its name says, and the estimate is the sum. `replacement` says in words what became of the layer, and `text`
+        on what that was measured where it is not the calibration text as it is.
     Raises:
         ValueError, NotImplementedError, FileNotFoundError: as in `convert`; also for a ratio without sparse layers.
     """
@@ -42,9 +47,10 @@ def measure_plan(
         ratio=ratio,
         plan="auto",
         max_sparse_run=max_sparse_run,
-        keep_kv=False,
+        keep_kv=keep_kv,
         budget=budget,
-        block_size=1,
+        # Else nothing depends on blocks, and no budget is refused for them.
+        block_size=block_size if keep_kv else 1,
         window=window,
         gates=(0.05, 0.95),
         gate_granularity="elementwise",
@@ -67,6 +73,8 @@ def measure_plan(
         "source": job.source.name,
         "calibration": job.calibration.record,
         "damage": damage.alone(),
+        "replacement": damage.replacement,
+        "text": damage.text,
         "plans": {
             name: {
                 "full": [layer for layer, kind in enumerate(config.layer_plan) if kind == "full"],
@@ -81,12 +89,10 @@ def measure_plan(
 def table(report: dict[str, Any]) -> str:
     """A report of `measure_plan` for people."""
     plans, damage = report["plans"], report["damage"]
-    in_halves = isinstance(damage, dict)
-    columns = damage if in_halves else {"KL": dict(enumerate(damage))}
-    becomes = "that of its column behind the bridge" if in_halves else "a fitted window"
+    columns = damage if isinstance(damage, dict) else {"KL": dict(enumerate(damage))}
     lines = [
-        f"{report['source']}: KL to the source when one layer's attention becomes {becomes}, on "
-        f"{report['calibration']['tokens']} tokens",
+        f"{report['source']}: KL to the source when one layer's attention {report['replacement']}, on "
+        + _text(report),
         f"{'layer':>5}" + "".join(f"{name:>9}" for name in (*columns, *plans)),
     ]
     for layer in sorted({layer for column in columns.values() for layer in column}):
@@ -96,6 +102,16 @@ def table(report: dict[str, Any]) -> str:
     blank = " " * 9 * len(columns)
     lines.append(f"{'all':>5}{blank}" + "".join(f"{plan['estimate']:9.3f}" for plan in plans.values()))
     return "\n".join([*lines, f"--plan {plans['auto']['option']}"])
+
+
+def _text(report: dict[str, Any]) -> str:
+    text = report["text"]
+    if text is None:
+        return f"{report['calibration']['tokens']} tokens"
+    return (
+        f"{text['windows']} windows of {text['length']} tokens, {text['repeating']} of which repeat their first half; "
+        f"{text['budget']} tokens are read"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,11 +128,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-sparse-run", type=int, metavar="LAYERS", help="sparse layers in a row, at most (default: N + 2)"
     )
     parser.add_argument(
+        "--keep-kv",
+        action="store_true",
+        help="measure for sparse layers that keep their own keys and values and read another layer's choice",
+    )
+    parser.add_argument(
         "--budget",
         type=int,
         default=1024,
         metavar="TOKENS",
-        help="of the second generation: tokens selected (default: %(default)s)",
+        help="of --keep-kv and the second generation: tokens selected (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--block-size", type=int, default=64, metavar="TOKENS", help="of --keep-kv: per block (default: %(default)s)"
     )
     parser.add_argument(
         "--window", type=int, default=128, metavar="TOKENS", help="of the local branch (default: %(default)s)"
@@ -137,7 +161,9 @@ def run(args: argparse.Namespace) -> int:
         architecture=args.architecture,
         ratio=args.ratio,
         max_sparse_run=args.max_sparse_run,
+        keep_kv=args.keep_kv,
         budget=args.budget,
+        block_size=args.block_size,
         window=args.window,
         calibrate=args.calibrate,
         calibration_tokens=args.calibration_tokens,

@@ -115,9 +115,7 @@ def reuse_layer_plan(damage: torch.Tensor, num_full: int, longest_run: int) -> l
     """
     check_run(len(damage), num_full, longest_run)
     costs = damage.double().tolist()
-    full = _best_if_additive(
-        lambda start, end: sum(costs[start][start + 1 : end]), len(costs), num_full, longest_run
-    )
+    full = _best_if_additive(lambda start, end: sum(costs[start][start + 1 : end]), len(costs), num_full, longest_run)
     return ["full" if layer in full else "sparse" for layer in range(len(costs))]
 
 
@@ -144,6 +142,11 @@ def _best_if_additive(
         if layers - 1 - last <= longest_run
     ]
     return min(ends, key=lambda end: (end[0], sorted(end[1])))[1]
+
+
+def longest_run_of(plan: list[str]) -> int:
+    """How many sparse layers a plan has in a row, at most."""
+    return _longest_run({layer for layer, kind in enumerate(plan) if kind == "full"}, len(plan))
 
 
 def _cost(costs: list[list[float]], full: set[int]) -> float:

@@ -4,7 +4,7 @@ There a sparse layer keeps its keys and values and reads the blocks that the ful
 loses depends on both. With d_fl the change of layer l's attention output when it reads what layer f chooses, p the
 source's distribution and J_l the derivative of the logits by that output, the KL divergence of small changes is
 
-    damage_fl = E[ d_fl' J_l' (diag(p) - p p') J_l d_fl ] / 2 = E[ (g_l d_fl)^2 ] / 2,    g_l = J_l' (diag(p) - p p')^1/2 z
+    damage_fl = E[ d_fl' J_l' F J_l d_fl ] / 2 = E[ (g_l d_fl)^2 ] / 2,    F = diag(p) - p p',    g_l = J_l' F^1/2 z
 
 with z normal. One backward pass of the dense source gives g_l of all layers at once, so a window of text costs a few
 forward passes, however many pairs there are. Changes at different positions count as independent.
@@ -16,7 +16,7 @@ quarter of the window, so that there is something to choose.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers.utils import logging
@@ -28,7 +28,7 @@ from .layer_stream import LayerStream, ReadTarget, by_token
 
 
 # The damage is measured on so many windows of this length, or of the calibration text's where that is shorter.
-REUSE_WINDOWS, REUSE_LENGTH = 12, 1024
+REUSE_WINDOWS, REUSE_LENGTH = 8, 1024
 # Part of a window that is read, at most.
 LARGEST_PART = 4
 # Logits held at once, in elements.
@@ -44,6 +44,8 @@ class ReuseDamage:
 
     matrix: torch.Tensor
     text: dict[str, int]
+
+    replacement: ClassVar[str] = "reads what the layer of its column chooses"
 
     def of_plan(self, layer_plan: list[str]) -> float:
         """The estimate for all sparse layers of a plan together: their sum."""
@@ -80,8 +82,8 @@ class ReusePass:
         read (`ReadTarget`): gives the mapped weights.
         windows (`tuple[torch.Tensor, ...]`): token ids, each `(length,)`.
         longest_run (`int`): how many layers before a layer are tried as its full one.
-        count (`int`), length (`int`): how many windows are measured, and how many tokens of each; every second one
-            repeats its first half.
+        count (`int`), length (`int`): how many pieces of the windows are measured, evenly among all, and their tokens;
+            every second one repeats its first half.
     Raises:
         ValueError: windows of which the fewest blocks leave nothing out.
     """
@@ -105,8 +107,9 @@ class ReusePass:
                 f"`keep_kv`, got {length} tokens; give longer text, smaller blocks, or a plan."
             )
         self.budget = min(config.oracle_budget, max(1, length // LARGEST_PART // block) * block)
-        chosen = [windows[len(windows) * place // count] for place in range(min(count, len(windows)))]
-        measured = [ids[:length] if place % 2 == 0 else repeated(ids[:length]) for place, ids in enumerate(chosen)]
+        pieces = [piece for ids in windows for piece in ids.split(length) if len(piece) == length]
+        chosen = [pieces[len(pieces) * place // count] for place in range(count)] if len(pieces) > count else pieces
+        measured = [repeated(ids) if place % 2 else ids for place, ids in enumerate(chosen)]
         self.text = {
             "windows": len(measured),
             "repeating": len(measured) // 2,
@@ -147,7 +150,8 @@ class ReusePass:
     def _sampled_gradients(self) -> list[torch.Tensor]:
         """Per window the derivative by the last hidden states of a random mixture of the logits; ends `states`."""
         norm, head = self.stream.head()
-        generator, gradients = torch.Generator().manual_seed(0), []
+        generator = torch.Generator().manual_seed(0)
+        gradients: list[torch.Tensor] = []
         for hidden in self.states.pop():
             parts = []
             for part in norm(hidden).split(max(1, CHUNK_ELEMENTS // len(head)), dim=1):
@@ -170,7 +174,7 @@ class ReusePass:
                 after = self.stream.after_attention(layer, hidden, attended)
             gradient, gradients[number] = torch.autograd.grad(after, (attended, hidden), gradients[number])
             for donor in donors:
-                output = block_sparse_attention(
+                output: Any = block_sparse_attention(
                     inputs.query,
                     inputs.key,
                     inputs.value,

@@ -36,10 +36,20 @@ def test_sparse_layers_read_the_selected_blocks_of_their_own_keys(make_source, t
     assert not torch.allclose(output.logits, model(token_ids).logits, atol=1e-3)
 
 
-def test_plan_is_measured_too(make_source, tmp_path):
-    source, _ = make_source()
+def test_plan_is_measured_by_whose_choice_a_layer_reads(make_source, tmp_path):
+    """Layers 1 and 2 attend to nothing that matters, so layer 3 is kept, and what is measured is written down."""
+    source, model = make_source()
+    with torch.no_grad():
+        for layer in (1, 2, 4):
+            model.model.layers[layer].self_attn.o_proj.weight.mul_(0.01)
+    model.save_pretrained(source)
     ids = torch.randint(3, 97, (3, 64), generator=torch.Generator().manual_seed(2))
     record = convert(source, tmp_path / "out", budget=16, calibrate=ids, **SETTINGS)
-    assert sorted(record["damage"]) == ["0", "1", "2", "3", "4"]
-    assert record["plan"].count("full") == 2
-    assert record["fit"] == {}
+    assert record["plan"] == ["full", "sparse", "sparse", "full", "sparse"]
+    assert record["damage"]["text"] == {"windows": 3, "repeating": 1, "length": 64, "budget": 16}
+    assert {layer: [*pairs] for layer, pairs in record["damage"]["kl"].items()} == {
+        str(layer): [str(donor) for donor in range(layer)] for layer in (1, 2, 3, 4)
+    }
+    assert (record["keys"]["new"], record["fit"]) == ({}, {})
+    assert HySparseForCausalLM.from_pretrained(tmp_path / "out").config.layer_plan == record["plan"]
+    assert record == convert(source, tmp_path / "again", budget=16, calibrate=ids, **SETTINGS)

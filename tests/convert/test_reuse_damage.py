@@ -1,4 +1,4 @@
-"""Measured reuse: the divergence of a model in which one layer alone reads what another chose, and the plan of it."""
+"""Measured reuse: the divergence of a model in which one layer alone reads what another chose, and its best plan."""
 
 import copy
 import itertools
@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from hysparse_hf import HySparseForCausalLM, convert
 from hysparse_hf.conversion.job import Job, Options
-from hysparse_hf.conversion.layer_stream import AttentionInputs
 from hysparse_hf.conversion.plan import reuse_layer_plan
 from hysparse_hf.conversion.reuse_damage import ReuseDamage, ReusePass, repeated
 from hysparse_hf.conversion.source import open_source
@@ -32,30 +31,92 @@ def divergence(teacher, config, plan, ids):
     student = HySparseForCausalLM(config).eval()
     student.load_state_dict(teacher.state_dict())
     with torch.no_grad():
-        expected, found = (F.log_softmax(model(ids).logits, -1) for model in (teacher, student))
+        expected, found = (F.log_softmax(model.double()(ids).logits, -1) for model in (teacher, student))
     return F.kl_div(found, expected, log_target=True, reduction="none").sum(-1).mean().item()
 
 
-@pytest.fixture
-def quiet_source(make_source):
-    """A source whose attentions add little to the residual stream, so that changes of them are small."""
+@pytest.mark.parametrize(("donor", "layer"), [(0, 1), (3, 4), (1, 3), (0, 4)])
+def test_damage_is_that_of_the_converted_model_with_one_sparse_layer(make_source, monkeypatch, donor, layer):
+    """Attentions are small beside the residual stream, and those between the two layers nothing, so that it does not
+    matter what they read. Windows are one token longer than what is read: the last query alone leaves something out.
+    In the place of random mixtures of the logits comes each of them once, for the same window: no chance is left.
+    """
     source, model = make_source(attention_bias=True)
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.1)
+        for index, block in enumerate(model.model.layers):
+            block.self_attn.o_proj.weight.mul_(0.0 if donor < index < layer else 0.1)
     model.save_pretrained(source)
-    return source, model
+    monkeypatch.setattr("hysparse_hf.conversion.reuse_damage.LARGEST_PART", 1)
+    mixtures = iter(torch.eye(97))
+    monkeypatch.setattr(torch, "randn", lambda shape, generator: next(mixtures).expand(shape))
+    job, ids = job_of(source), repeated(draw_ids(1, 17)[0]).expand(97, -1)
+    measured = ReusePass(job.config, job.mapped, tuple(ids), longest_run=4, count=97, length=17).run()
+    assert measured.text == {"windows": 97, "repeating": 48, "length": 17, "budget": 16}
+    plan = ["sparse" if donor < index <= layer else "full" for index in range(5)]
+    found = 97 * measured.matrix[donor, layer].item()
+    assert found == pytest.approx(divergence(model, job.config, plan, ids[:1]), rel=0.03)
 
 
-@pytest.mark.parametrize("layer", [1, 2, 3, 4])
-def test_damage_is_that_of_the_converted_model_with_one_sparse_layer(quiet_source, layer):
-    """Windows of one token more than is read: the last query alone leaves something out, and no sum is split."""
-    source, model = quiet_source
-    ids = draw_ids(600, 17).where(torch.arange(17) < 8, 5)
+def test_pairs_are_measured_as_far_apart_as_runs_may_be(make_source):
+    source, _ = make_source()
     job = job_of(source)
-    measured = ReusePass(job.config, job.mapped, tuple(ids), longest_run=1, count=600, length=17)
-    measured.budget = 16
-    found = measured.run().matrix[layer - 1, layer].item()
-    seen = torch.cat([ids[::2], torch.stack([repeated(row) for row in ids[1::2]])])
-    plan = ["sparse" if index == layer else "full" for index in range(5)]
-    assert found == pytest.approx(divergence(model, job.config, plan, seen), rel=0.2)
+    damage = ReusePass(job.config, job.mapped, tuple(draw_ids(3, 64)), longest_run=2).run()
+    near = {(layer - distance, layer) for layer in range(5) for distance in (1, 2) if distance <= layer}
+    assert {tuple(pair) for pair in damage.matrix.isfinite().nonzero().tolist()} == near
+    assert (damage.matrix[damage.matrix.isfinite()] > 0).all()
+    assert damage.record()["kl"]["3"].keys() == {"1", "2"}
+    assert [list(column) for column in damage.alone().values()] == [[1, 2, 3, 4], [2, 3, 4]]
+    assert damage.of_plan(["full", "sparse", "sparse", "full", "sparse"]) == pytest.approx(
+        damage.matrix[0, 1] + damage.matrix[0, 2] + damage.matrix[3, 4]
+    )
+
+
+@pytest.mark.parametrize(("length", "budget", "expected"), [(64, 16, 16), (64, 32, 16), (64, 8, 8), (20, 16, 8)])
+def test_at_most_a_quarter_of_a_window_is_read(make_source, length, budget, expected):
+    source, _ = make_source()
+    job = job_of(source, budget=budget)
+    assert ReusePass(job.config, job.mapped, tuple(draw_ids(2, length)), longest_run=2).budget == expected
+
+
+def test_windows_no_longer_than_a_block_are_refused(make_source, tmp_path):
+    source, _ = make_source()
+    with pytest.raises(ValueError, match=r"longer than a block \(`block_size` 16\) .* got 16 tokens"):
+        convert(source, tmp_path / "out", budget=16, block_size=16, window=4, keep_kv=True, calibrate=draw_ids(2, 16))
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_every_second_window_says_its_first_half_again(make_source, monkeypatch):
+    """Pieces of windows are taken evenly; an odd token more of the first half stands before the repetition."""
+    assert repeated(torch.arange(5)).tolist() == [0, 1, 2, 0, 1]
+    source, _ = make_source()
+    job, ids = job_of(source), draw_ids(9, 40)
+    embedded = []
+    monkeypatch.setattr("hysparse_hf.conversion.layer_stream.LayerStream.embed", lambda _, ids: embedded.extend(ids))
+    ReusePass(job.config, job.mapped, tuple(ids), longest_run=2, count=3, length=16)
+    assert torch.equal(torch.stack(embedded), torch.stack([ids[0, :16], ids[3, :8].repeat(2), ids[6, :16]]))
+    embedded.clear()
+    ReusePass(job.config, job.mapped, tuple(ids[:2]), longest_run=2, count=9, length=16)
+    pieces = [ids[0, :16], ids[0, 16:24].repeat(2), ids[1, :16], ids[1, 16:24].repeat(2)]
+    assert torch.equal(torch.stack(embedded), torch.stack(pieces))
+
+
+def best_plan(damage, num_full, longest_run):
+    """Every plan tried."""
+    layers = len(damage)
+    plans = ([0, *rest] for rest in itertools.combinations(range(1, layers), num_full - 1))
+    kinds = (["full" if layer in full else "sparse" for layer in range(layers)] for full in plans)
+    return min(kinds, key=ReuseDamage(damage, {}).of_plan)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("num_full", "longest_run"), [(3, 4), (4, 3), (4, 9)])
+def test_plan_is_the_best_of_all(seed, num_full, longest_run):
+    damage = torch.rand(11, 11, generator=torch.Generator().manual_seed(seed)).double()
+    apart = torch.arange(11) - torch.arange(11)[:, None]
+    damage[(apart < 1) | (apart > longest_run)] = torch.inf
+    assert reuse_layer_plan(damage, num_full, longest_run) == best_plan(damage, num_full, longest_run)
+
+
+def test_runs_that_so_few_full_layers_cannot_break_are_refused():
+    with pytest.raises(ValueError, match="`max_sparse_run` must be at least 3 for 3 full layers of 11, got 2"):
+        reuse_layer_plan(torch.zeros(11, 11), 3, 2)
