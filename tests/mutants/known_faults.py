@@ -8,7 +8,7 @@ FORWARD = "tests/models/test_forward.py"
 GENERATE = "tests/models/test_generate_calls.py"
 CACHE_TESTS = "tests/models/test_cache.py"
 LAYOUTS = "tests/models/test_layouts.py"
-LOADING = "tests/models/test_loading.py"
+REMOTE = "tests/models/test_remote_code.py"
 CHECKPOINTING = "tests/models/test_checkpointing.py"
 
 MUTANTS = {
@@ -82,13 +82,13 @@ MUTANTS = {
         "modeling/attention_hysparse.py",
         "import torch\n",
         "import torch\nimport triton  # noqa: F401\n",
-        f"{LOADING}::TestShippedFiles::test_need_no_package_that_is_absent_D04",
+        f"{REMOTE}::TestShippedFiles::test_need_no_package_that_is_absent_D04",
     ),
     "E01-initialised-in-place-after-loading": Mutant(
         MODEL,
         "init.zeros_(parameter)",
         "parameter.zero_()",
-        f"{LOADING}::TestInitialisation::test_a_missing_parameter_resets_no_other_of_its_module_E01",
+        "tests/models/test_initialisation.py::TestInitialisation::test_a_missing_parameter_resets_no_other_of_its_module_E01",
     ),
     "F01-item-count-never-reaches-the-loss": Mutant(
         MODEL,

@@ -136,7 +136,7 @@ MUTANTS = {
         MODEL,
         "isinstance(module, (HySparseAttention, HySparseGate))",
         "isinstance(module, HySparseAttention)",
-        "tests/models/test_loading.py::TestInitialisation::test_building_initialises_gates_and_sinks_to_zero",
+        "tests/models/test_initialisation.py::TestInitialisation::test_building_initialises_gates_and_sinks_to_zero",
     ),
     "gates-for-the-heads-of-all-ranks": Mutant(
         DECODER,
