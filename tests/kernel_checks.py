@@ -24,6 +24,17 @@ ROW_KINDS = {
     "padded_unequal_rows": Rows(query_start=torch.tensor([2, 30]), first_key=torch.tensor([[5], [0]])),
 }
 
+# These two hold what the others do: queries and first columns of their own for every row, padding, documents.
+# Interpreted kernels take so long that the others wait for `-m slow`; a card runs all.
+TELLING_ROWS = ("packed", "padded_unequal_rows")
+every_row_kind = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if DEVICE == "cuda" or kind in TELLING_ROWS else pytest.mark.slow)
+        for kind in ROW_KINDS
+    ],
+)
+
 
 def on_device(rows: Rows) -> Rows:
     """The same rows on the device of these tests."""

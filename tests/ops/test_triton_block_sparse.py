@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICE, ROW_KINDS, compare, evaluate, make_states, on_device
+from kernel_checks import DEVICE, ROW_KINDS, compare, evaluate, every_row_kind, make_states, on_device
 
 from hysparse_hf.modeling.attention_hysparse import block_sparse_attention
 from hysparse_hf.modeling.rows_hysparse import PLAIN_ROWS
@@ -39,7 +39,7 @@ def test_lengths_around_a_block_C10(length):
     check(states, draw(states, 3))
 
 
-@pytest.mark.parametrize("kind", ROW_KINDS)
+@every_row_kind
 def test_rows(kind):
     states = make_states(40, 70, batch=2, sink=kind != "packed")
     check(states, draw(states, 3), ROW_KINDS[kind])
@@ -144,7 +144,7 @@ def test_layouts_say_what_the_indices_say():
         assert layouts.queries[begin:end].tolist() == [i for i in range(40) if block in chosen[i]]
 
 
-@pytest.mark.parametrize("kind", ROW_KINDS)
+@every_row_kind
 def test_merged_window_counts_no_key_twice(kind):
     """Experiment 10: chosen blocks and the last tokens in one softmax, where both hold some of the keys."""
     states = make_states(40, 70, batch=2, sink=kind != "packed")
@@ -183,7 +183,7 @@ def test_listed_groups_on_the_card_C01(group):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ROW_KINDS)
+@every_row_kind
 def test_results_repeat_bitwise(kind):
     states = make_states(40, 70, batch=2, heads=8, head_dim=128, dtype=torch.bfloat16, sink=True)
     indices = draw(states, 4)

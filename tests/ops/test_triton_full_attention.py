@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICE, ROW_KINDS, assert_selection, compare, evaluate, make_states, on_device
+from kernel_checks import (
+    DEVICE,
+    ROW_KINDS,
+    assert_selection,
+    compare,
+    evaluate,
+    every_row_kind,
+    make_states,
+    on_device,
+)
 
 from hysparse_hf.modeling.attention_hysparse import full_attention_with_oracle
 from hysparse_hf.modeling.rows_hysparse import PLAIN_ROWS, Rows
@@ -45,7 +54,7 @@ def test_lengths_around_a_block(length):
     check(make_states(length))
 
 
-@pytest.mark.parametrize("kind", ROW_KINDS)
+@every_row_kind
 def test_rows(kind):
     check(make_states(40, 70, batch=2), ROW_KINDS[kind])
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICE, ROW_KINDS, compare, evaluate, make_states, on_device
+from kernel_checks import DEVICE, ROW_KINDS, compare, evaluate, every_row_kind, make_states, on_device
 
 from hysparse_hf.modeling.attention_hysparse import sliding_window_attention
 from hysparse_hf.modeling.rows_hysparse import PLAIN_ROWS
@@ -35,7 +35,7 @@ def test_windows(window):
 
 
 @pytest.mark.parametrize("sink", [False, True], ids=["no_sink", "sink"])
-@pytest.mark.parametrize("kind", ROW_KINDS)
+@every_row_kind
 def test_rows(kind, sink):
     check(make_states(40, 70, batch=2, sink=sink), 20, ROW_KINDS[kind])
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICE, ROW_KINDS, compare, evaluate, make_states, on_device
+from kernel_checks import DEVICE, ROW_KINDS, compare, evaluate, every_row_kind, make_states, on_device
 
 from hysparse_hf.modeling.attention_hysparse import (
     block_sparse_attention,
@@ -85,7 +85,7 @@ def test_outputs_and_all_gradients(gates):
     check(states, draw(states, 3))
 
 
-@pytest.mark.parametrize("kind", ROW_KINDS)
+@every_row_kind
 def test_rows(kind):
     states = make_layer(40, 70, 50, batch=2)
     check(states, draw(states, 4), ROW_KINDS[kind], WINDOW_ROWS[kind])
