@@ -178,8 +178,8 @@ REAL_GROWTH = """
     before = resident()
     feed(cache, 1200)
     rows.append((resident() - before, measure_cache_bytes(cache)))
-    for _ in range(400):  # past the first prompt's room
-        feed(cache, 1)
+    for _ in range(25):  # past the first prompt's room
+        feed(cache, 16)
     rows.append((resident() - before, measure_cache_bytes(cache)))
     print(json.dumps(rows))
 """
