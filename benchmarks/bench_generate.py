@@ -14,7 +14,15 @@ import torch
 from bench_model import PLAN, WIDTHS, build
 from decode_traffic import traffic_of_step
 from registry import Baselines, Row
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+)
 
 from hysparse_hf import HySparseCache, HySparseConfig, HySparseForCausalLM, measure_cache_bytes
 
@@ -116,14 +124,16 @@ def make_cache(case: Case, config):
     return held
 
 
-def measure_case(case: Case, when_warm: Callable[[], None] = lambda: None) -> dict:
+def measure_case(
+    case: Case, when_warm: Callable[[], None] = lambda: None, load: Callable[[Case], PreTrainedModel] = make_model
+) -> dict:
     """Figures of one case: milliseconds per step, tokens per second, memory, and for ours what a step reads."""
     torch.compiler.reset()
     torch.cuda.empty_cache()
-    model = make_model(case)
+    model = load(case)
     held = make_cache(case, model.config)
     clock = Clock(when_warm)
-    ids = torch.randint(WIDTHS["vocab_size"], (case.batch, case.n), device="cuda")
+    ids = torch.randint(model.config.vocab_size, (case.batch, case.n), device="cuda")
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -169,8 +179,12 @@ def traffic_of_last_step(model, held, case: Case) -> dict:
 @cache
 def own_paths_agree() -> bool:
     """Growing and pre-allocated caches give the same tokens in float32."""
-    model = make_model(Case("hysparse growing", 0, 1), torch.float32)
-    ids = torch.randint(WIDTHS["vocab_size"], (2, CHECK_PROMPT), device="cuda")
+    return caches_agree(make_model(Case("hysparse growing", 0, 1), torch.float32))
+
+
+def caches_agree(model: PreTrainedModel) -> bool:
+    """A float32 model's tokens are the same with a growing and with a pre-allocated cache."""
+    ids = torch.randint(model.config.vocab_size, (2, CHECK_PROMPT), device="cuda")
     outputs = [
         model.generate(
             ids,
@@ -186,7 +200,7 @@ def own_paths_agree() -> bool:
     return torch.equal(*outputs)
 
 
-def rows_of(figures: dict[Case, dict], right: bool) -> Iterator[Row]:
+def rows_of(figures: dict[Case, dict], right: bool, shape: str = "g4") -> Iterator[Row]:
     """Our cases beside both baselines of their size."""
     for case, found in figures.items():
         if not case.is_ours:
@@ -205,7 +219,7 @@ def rows_of(figures: dict[Case, dict], right: bool) -> Iterator[Row]:
                 **found,
                 "baseline_figures": dense,
             }
-            yield Row("generate", "decode", "g4", case.n, ms, baseline, dense["ms"], right, extra=extra)
+            yield Row("generate", "decode", shape, case.n, ms, baseline, dense["ms"], right, extra=extra)
 
 
 def measure(shape: str, n: int, baselines: Baselines) -> Iterator[Row]:

@@ -50,7 +50,8 @@ class Row:
         row = asdict(self)
         row["pass"] = row.pop("passed_over")
         row["ratio"] = self.ratio
-        return {**row, **row.pop("extra")}
+        extra = row.pop("extra")
+        return row | extra
 
     @property
     def ratio(self) -> float | None:
@@ -157,5 +158,5 @@ def describe() -> dict:
         "triton": triton.__version__,
         "transformers": transformers.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": " ".join(["python benchmarks/run.py", *arguments]),
+        "command": " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *arguments]),
     }

@@ -39,21 +39,31 @@ def load(checkpoint, dtype):
     return HySparseForCausalLM.from_pretrained(checkpoint, dtype=dtype).cuda()
 
 
-def test_float32_losses_and_gradients_equal_the_references(checkpoint, ids, monkeypatch):
-    model = load(checkpoint, torch.float32)
+def test_float32_loss_and_gradients_stray_no_further_than_the_references(checkpoint, ids, monkeypatch):
     assert ids.shape[1] == LENGTH
-    results = []
-    for backend in ("triton", "reference"):
+    results = {}
+    for name, backend, dtype in (
+        ("kernels", "triton", torch.float32),
+        ("reference", "reference", torch.float32),
+        ("exact", "reference", torch.float64),
+    ):
         monkeypatch.setenv("HYSPARSE_BACKEND", backend)
+        model = load(checkpoint, dtype)
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
-        results.append((loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}))
-        model.zero_grad(set_to_none=True)
-    (loss, gradients), (expected_loss, expected) = results
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    for name, gradient in expected.items():
-        distance = (gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-12)
-        assert distance < 1e-3, f"{name}: {distance:.1e}"
+        results[name] = loss.item(), {key: parameter.grad.double() for key, parameter in model.named_parameters()}
+    losses = {name: loss for name, (loss, _) in results.items()}
+    assert losses["kernels"] == pytest.approx(losses["exact"], rel=1e-5)
+    strayed = {}
+    for name, exact in results["exact"][1].items():
+        distance = {
+            kind: ((results[kind][1][name] - exact).norm() / exact.norm().clamp(min=1e-12)).item()
+            for kind in ("kernels", "reference")
+        }
+        # A choice between blocks of nearly equal scores may fall either way in float32, and moves gradients by 1e-3.
+        if distance["kernels"] > max(2 * distance["reference"], 2e-3):
+            strayed[name] = distance
+    assert not strayed
 
 
 def test_float32_greedy_tokens_equal_the_references(checkpoint, ids, monkeypatch):
