@@ -3,8 +3,8 @@
 python benchmarks/conversion_quality.py SOURCE --calibrate FILE... --text FILE... [--variants regular,auto,keep-kv]
     [--length 2048] [--budget 512] [--needles 200 --needle-length 1024] [--output FILE]
 
-Calibrate on files that share nothing with the texts. Plan and fits are made anew for each variant; the plan of `auto`
-is measured once.
+Calibrate on files that share nothing with the texts. Fits are made anew for each variant; plans are measured once, one
+for layers that become windows and one for layers that keep their keys and values.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from hysparse_hf.conversion.source import open_source
 from hysparse_hf.conversion.texts import Text, read_texts
 
 
-# Name -> options of `convert`; the plan named `auto` is replaced by the measured one after its first use.
+# Name -> options of `convert`; the plan named `auto` is replaced by the measured one after its first use of a kind.
 VARIANTS: dict[str, dict[str, Any]] = {
     "naive": {"init": "naive", "plan": "regular"},
     "regular": {"plan": "regular"},
@@ -108,13 +108,16 @@ def main() -> None:
     print("KL and perplexity over the teacher's of all, passkeys found, and the full layers")
     print(f"{'':16}" + "".join(f"{text.name[:15]:>17}" for text in texts) + f"{'all':>16}", flush=True)
     print_row("teacher", rows["teacher"])
-    measured: list[int] | None = None
+    # Whether keys and values are kept -> the full layers of the measured plan.
+    measured: dict[bool, list[int]] = {}
     for name in arguments.variants.split(","):
         options = dict(VARIANTS[name])
-        if options["plan"] == "auto" and measured is not None:
-            options["plan"] = measured
+        keeps = "keep_kv" in options
+        if options["plan"] == "auto" and keeps in measured:
+            options["plan"] = measured[keeps]
         rows[name] = measure(name, options, arguments, teacher, texts)
-        measured = rows[name]["full"] if VARIANTS[name]["plan"] == "auto" else measured
+        if VARIANTS[name]["plan"] == "auto":
+            measured[keeps] = rows[name]["full"]
         print_row(name, rows[name])
         print(f"{'':16}converted in {rows[name]['seconds']:.0f} s; peak {rows[name]['peak_gb']:.1f} GB", flush=True)
     if arguments.output:

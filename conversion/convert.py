@@ -1,8 +1,8 @@
 """Convert a dense checkpoint into a HySparse checkpoint: an exact map of its tensors, then fitted initial values.
 
 Every tensor of the source has its place, and the map is exact. Then, on calibration text, it is measured which layers
-can be sparse (`damage`), and their sinks, gates and output projections are fitted (`fit`). The output folder appears
-at once, complete with tokenizer, code and `provenance.json`.
+can be sparse (`damage`, `reuse_damage`), and their sinks, gates and output projections are fitted (`fit`). The output
+folder appears at once, complete with tokenizer, code and `provenance.json`.
 """
 
 import argparse
@@ -51,9 +51,10 @@ def convert(
             the cross-decoder is fitted as `cross_fit` says.
         ratio (`str`): `1:N`, one full layer to N sparse ones, as many full layers as the regular plan has.
         plan (`str` or `Sequence[int]`, *optional*): the full layers, `"regular"`, or `"auto"`: those whose attention
-            is missed most, measured on the calibration text. Default: auto, and regular with `init="naive"`. For
-            the second generation the full layers of both halves, `"0,7/15,19"`; auto leaves the border and the number
-            of full layers in each half where the regular plan has them.
+            is missed most, measured on the calibration text (`damage`; with `keep_kv` those whose choices lose least
+            for the layers after them, `reuse_damage`). Default: auto, and regular with `init="naive"`. For the second
+            generation the full layers of both halves, `"0,7/15,19"`; auto leaves the border and the number of full
+            layers in each half where the regular plan has them.
         max_sparse_run (`int`, *optional*): sparse layers in a row that auto may choose, at most; default N + 2.
         keep_kv (`bool`): the mode that needs no training: each sparse layer keeps its own keys and values in full
             length and reads the blocks that its full layer selected; no window, gates or sinks, nothing is fitted.

@@ -108,10 +108,7 @@ def _text(report: dict[str, Any]) -> str:
     text = report["text"]
     if text is None:
         return f"{report['calibration']['tokens']} tokens"
-    return (
-        f"{text['windows']} windows of {text['length']} tokens, {text['repeating']} of which repeat their first half; "
-        f"{text['budget']} tokens are read"
-    )
+    return f"{text['pieces']} pieces of {text['tokens']} tokens that stand twice each, reading {text['budget']}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

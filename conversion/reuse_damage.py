@@ -9,9 +9,9 @@ source's distribution and J_l the derivative of the logits by that output, the K
 with z normal. One backward pass of the dense source gives g_l of all layers at once, so a window of text costs a few
 forward passes, however many pairs there are. Changes at different positions count as independent.
 
-Plain text hardly needs what lies far back, and misjudges which layers find it. Half of the windows therefore repeat
-their first half: to say it again, the source must look it up. Both kinds are read with a budget of at most a
-quarter of the window, so that there is something to choose.
+Plain text hardly needs what lies far back, and misjudges which layers find it. What is measured is therefore pieces of
+text that stand twice: the second time the source looks up what it says. At most a quarter of that is read, so that
+there is something to choose.
 """
 
 import math
@@ -27,9 +27,10 @@ from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 from .layer_stream import LayerStream, ReadTarget, by_token
 
 
-# The damage is measured on so many windows of this length, or of the calibration text's where that is shorter.
-REUSE_WINDOWS, REUSE_LENGTH = 8, 1024
-# Part of a window that is read, at most.
+# The damage is measured on so many pieces of text, each twice this length, or as long as the calibration's windows
+# where these are shorter.
+REUSE_PIECES, REUSE_LENGTH = 8, 512
+# One part in so many of a repeated piece is read, at most.
 LARGEST_PART = 4
 # Logits held at once, in elements.
 CHUNK_ELEMENTS = 16 * 1024 * 1024
@@ -82,10 +83,10 @@ class ReusePass:
         read (`ReadTarget`): gives the mapped weights.
         windows (`tuple[torch.Tensor, ...]`): token ids, each `(length,)`.
         longest_run (`int`): how many layers before a layer are tried as its full one.
-        count (`int`), length (`int`): how many pieces of the windows are measured, evenly among all, and their tokens;
-            every second one repeats its first half.
+        pieces (`int`), length (`int`): how many pieces of the windows are measured, evenly among all, and
+            their tokens.
     Raises:
-        ValueError: windows of which the fewest blocks leave nothing out.
+        ValueError: windows so short that a single block leaves nothing out.
     """
 
     def __init__(
@@ -95,29 +96,24 @@ class ReusePass:
         windows: tuple[torch.Tensor, ...],
         *,
         longest_run: int,
-        count: int = REUSE_WINDOWS,
+        pieces: int = REUSE_PIECES,
         length: int = REUSE_LENGTH,
     ):
         self.config, self.longest_run = config, longest_run
         self.stream = LayerStream(config, read)
-        length, block = min(length, *map(len, windows)), config.oracle_block_size
-        if length <= block:
+        # Twice a piece is no longer than the shortest window, so positions stay within what the source knows.
+        length, block = min(length, min(map(len, windows)) // 2), config.oracle_block_size
+        if 2 * length <= block:
             raise ValueError(
                 f"calibration windows must be longer than a block (`block_size` {block}) for a measured plan with "
-                f"`keep_kv`, got {length} tokens; give longer text, smaller blocks, or a plan."
+                f"`keep_kv`, got two halves of {length} tokens; give longer text, smaller blocks, or a plan."
             )
-        self.budget = min(config.oracle_budget, max(1, length // LARGEST_PART // block) * block)
-        pieces = [piece for ids in windows for piece in ids.split(length) if len(piece) == length]
-        chosen = [pieces[len(pieces) * place // count] for place in range(count)] if len(pieces) > count else pieces
-        measured = [repeated(ids) if place % 2 else ids for place, ids in enumerate(chosen)]
-        self.text = {
-            "windows": len(measured),
-            "repeating": len(measured) // 2,
-            "length": length,
-            "budget": self.budget,
-        }
-        # Per layer and window the hidden states before it, and the blocks that it would choose.
-        self.states = [self.stream.embed(tuple(measured))]
+        self.budget = min(config.oracle_budget, max(1, 2 * length // LARGEST_PART // block) * block)
+        found = [piece for ids in windows for piece in ids.split(length) if len(piece) == length]
+        chosen = found[:: len(found) // pieces][:pieces] if len(found) > pieces else found
+        self.text = {"pieces": len(chosen), "tokens": length, "repeated": 2, "budget": self.budget}
+        # Per layer and piece the hidden states before it, and the blocks that it would choose.
+        self.states = [self.stream.embed(tuple(ids.repeat(2) for ids in chosen))]
         self.choices: list[list[torch.Tensor]] = []
 
     @torch.no_grad()
@@ -130,10 +126,11 @@ class ReusePass:
                 self._read_forwards(index)
                 progress.update()
             gradients = self._sampled_gradients()
+            positions = sum(hidden.shape[1] for hidden in gradients)
             matrix = torch.full((count, count), math.inf, dtype=torch.float64)
             for index in reversed(range(count)):
                 for donor, total in self._read_backwards(index, gradients).items():
-                    matrix[donor, index] = total / 2 / self.text["windows"] / self.text["length"]
+                    matrix[donor, index] = total / 2 / positions
                 progress.update()
         return ReuseDamage(matrix, self.text)
 
@@ -148,7 +145,7 @@ class ReusePass:
         self.choices.append(choices)
 
     def _sampled_gradients(self) -> list[torch.Tensor]:
-        """Per window the derivative by the last hidden states of a random mixture of the logits; ends `states`."""
+        """Per piece the derivative by the last hidden states of a random mixture of the logits; ends `states`."""
         norm, head = self.stream.head()
         generator = torch.Generator().manual_seed(0)
         gradients: list[torch.Tensor] = []
@@ -184,8 +181,3 @@ class ReusePass:
                 change = layer.self_attn.o_proj(by_token(output).flatten(1)) - attended
                 totals[donor] += (gradient * change).sum(-1).square().sum().item()
         return totals
-
-
-def repeated(ids: torch.Tensor) -> torch.Tensor:
-    """As many tokens `(length,)`, the first half twice."""
-    return ids[: (len(ids) + 1) // 2].repeat(2)[: len(ids)]

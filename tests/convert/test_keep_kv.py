@@ -46,7 +46,7 @@ def test_plan_is_measured_by_whose_choice_a_layer_reads(make_source, tmp_path):
     ids = torch.randint(3, 97, (3, 64), generator=torch.Generator().manual_seed(2))
     record = convert(source, tmp_path / "out", budget=16, calibrate=ids, **SETTINGS)
     assert record["plan"] == ["full", "sparse", "sparse", "full", "sparse"]
-    assert record["damage"]["text"] == {"windows": 3, "repeating": 1, "length": 64, "budget": 16}
+    assert record["damage"]["text"] == {"pieces": 6, "tokens": 32, "repeated": 2, "budget": 16}
     assert {layer: [*pairs] for layer, pairs in record["damage"]["kl"].items()} == {
         str(layer): [str(donor) for donor in range(layer)] for layer in (1, 2, 3, 4)
     }

@@ -66,7 +66,7 @@ def test_command_prints_a_column_per_full_layer_that_was_tried(make_source, lett
     options = ["--keep-kv", "--budget", "16", "--block-size", "8", "--window", "12", "--calibrate", str(text)]
     assert cli.main(["plan", str(source), *options, "--calibration-tokens", "192", "--calibration-length", "96"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert "on 2 windows of 96 tokens, 1 of which repeat their first half; 16 tokens are read" in printed[0]
+    assert "on 4 pieces of 48 tokens that stand twice each, reading 16" in printed[0]
     assert [f"f = l-{distance}" in printed[1] for distance in (1, 2, 3, 4, 5)] == [True, True, True, True, False]
     assert [line.split()[0] for line in printed[2:7]] == ["1", "2", "3", "4", "all"]
     assert [len(line.split()) for line in printed[2:6]] == [4, 5, 6, 7]

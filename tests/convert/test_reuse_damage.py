@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from hysparse_hf import HySparseForCausalLM, convert
 from hysparse_hf.conversion.job import Job, Options
 from hysparse_hf.conversion.plan import reuse_layer_plan
-from hysparse_hf.conversion.reuse_damage import ReuseDamage, ReusePass, repeated
+from hysparse_hf.conversion.reuse_damage import ReuseDamage, ReusePass
 from hysparse_hf.conversion.source import open_source
 
 
@@ -38,8 +38,8 @@ def divergence(teacher, config, plan, ids):
 @pytest.mark.parametrize(("donor", "layer"), [(0, 1), (3, 4), (1, 3), (0, 4)])
 def test_damage_is_that_of_the_converted_model_with_one_sparse_layer(make_source, monkeypatch, donor, layer):
     """Attentions are small beside the residual stream, and those between the two layers nothing, so that it does not
-    matter what they read. Windows are one token longer than what is read: the last query alone leaves something out.
-    In the place of random mixtures of the logits comes each of them once, for the same window: no chance is left.
+    matter what they read. A repeated piece is one token longer than what is read: the last query alone leaves
+    something out. In the place of random mixtures of the logits comes each of them once, for the same piece.
     """
     source, model = make_source(attention_bias=True)
     with torch.no_grad():
@@ -49,9 +49,9 @@ def test_damage_is_that_of_the_converted_model_with_one_sparse_layer(make_source
     monkeypatch.setattr("hysparse_hf.conversion.reuse_damage.LARGEST_PART", 1)
     mixtures = iter(torch.eye(97))
     monkeypatch.setattr(torch, "randn", lambda shape, generator: next(mixtures).expand(shape))
-    job, ids = job_of(source), repeated(draw_ids(1, 17)[0]).expand(97, -1)
-    measured = ReusePass(job.config, job.mapped, tuple(ids), longest_run=4, count=97, length=17).run()
-    assert measured.text == {"windows": 97, "repeating": 48, "length": 17, "budget": 16}
+    job, ids = job_of(source, budget=15, block_size=5), draw_ids(1, 8).repeat(97, 2)
+    measured = ReusePass(job.config, job.mapped, tuple(ids), longest_run=4, pieces=97).run()
+    assert measured.text == {"pieces": 97, "tokens": 8, "repeated": 2, "budget": 15}
     plan = ["sparse" if donor < index <= layer else "full" for index in range(5)]
     found = 97 * measured.matrix[donor, layer].item()
     assert found == pytest.approx(divergence(model, job.config, plan, ids[:1]), rel=0.03)
@@ -80,24 +80,21 @@ def test_at_most_a_quarter_of_a_window_is_read(make_source, length, budget, expe
 
 def test_windows_no_longer_than_a_block_are_refused(make_source, tmp_path):
     source, _ = make_source()
-    with pytest.raises(ValueError, match=r"longer than a block \(`block_size` 16\) .* got 16 tokens"):
+    with pytest.raises(ValueError, match=r"longer than a block \(`block_size` 16\) .* got two halves of 8 tokens"):
         convert(source, tmp_path / "out", budget=16, block_size=16, window=4, keep_kv=True, calibrate=draw_ids(2, 16))
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_every_second_window_says_its_first_half_again(make_source, monkeypatch):
-    """Pieces of windows are taken evenly; an odd token more of the first half stands before the repetition."""
-    assert repeated(torch.arange(5)).tolist() == [0, 1, 2, 0, 1]
+def test_pieces_are_taken_evenly_and_stand_twice(make_source, monkeypatch):
     source, _ = make_source()
     job, ids = job_of(source), draw_ids(9, 40)
     embedded = []
     monkeypatch.setattr("hysparse_hf.conversion.layer_stream.LayerStream.embed", lambda _, ids: embedded.extend(ids))
-    ReusePass(job.config, job.mapped, tuple(ids), longest_run=2, count=3, length=16)
-    assert torch.equal(torch.stack(embedded), torch.stack([ids[0, :16], ids[3, :8].repeat(2), ids[6, :16]]))
+    ReusePass(job.config, job.mapped, tuple(ids), longest_run=2, pieces=3, length=16)
+    assert torch.equal(torch.stack(embedded), ids[[0, 3, 6], :16].repeat(1, 2))
     embedded.clear()
-    ReusePass(job.config, job.mapped, tuple(ids[:2]), longest_run=2, count=9, length=16)
-    pieces = [ids[0, :16], ids[0, 16:24].repeat(2), ids[1, :16], ids[1, 16:24].repeat(2)]
-    assert torch.equal(torch.stack(embedded), torch.stack(pieces))
+    ReusePass(job.config, job.mapped, tuple(ids[:2]), longest_run=2, length=64)
+    assert torch.equal(torch.stack(embedded), ids[:2].reshape(4, 20).repeat(1, 2))
 
 
 def best_plan(damage, num_full, longest_run):
