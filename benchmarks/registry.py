@@ -122,10 +122,10 @@ def index_set(kind: str, kv_heads: int, n: int, n_selected: int = N_SELECTED, bl
     """Indices `(1, kv_heads, n, n_selected)`: every query chooses its own block and others among those it sees.
 
     `random` draws from all of them, `correlated` from a pool twice as large as the choice (32 blocks of 64) that 64
-    neighbouring queries share; `recorded` are a real model's, of one length.
+    neighbouring queries share; `recorded` are the first of a real model's.
     """
     if kind == "recorded":
-        return recorded_set(kv_heads)
+        return recorded_set(kv_heads)[:, :, :n]
     generator = torch.Generator(device="cuda").manual_seed(0)
     blocks = triton.cdiv(n, block_size)
     ids = torch.arange(blocks, device="cuda")
