@@ -21,7 +21,7 @@ _HIGHEST_KEY = tl.constexpr(2147483647)
 # neighbouring queries fill a sector of memory.
 _WARP_SCORES = 2048
 _MOST_WARPS = 8
-# A program's width is that of all blocks, or a half or a quarter where its queries see no more: few variants to compile.
+# A program is as wide as all blocks, or half or a quarter where its queries see no more: few variants to compile.
 _WIDTHS = (4, 2, 1)
 
 
