@@ -62,7 +62,8 @@ def model(monkeypatch, request):
         lambda requested, device: "triton" if requested == "auto" else requested,
     )
     switches = SWITCHES.get(request.param, {}) if hasattr(request, "param") else {}
-    model = tiny_model(layer_plan=["full", "sparse"], oracle_block_size=16, oracle_budget=32, **switches)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny_model(layer_plan=["full", "sparse"], oracle_block_size=16, oracle_budget=32, **heads, **switches)
     return model.requires_grad_(False).to(DEVICE)
 
 

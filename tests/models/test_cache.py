@@ -26,12 +26,18 @@ from hysparse_hf.modeling.cache_layers_hysparse import WINDOW_SLACK
 switches = pytest.mark.parametrize("switch", SWITCHES)
 
 
+def some_slow(*values):
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 # Crop
 
 
 @padded_or_not
-@pytest.mark.parametrize("removed", [0, 1, 5, 30])
-@switches
+@pytest.mark.parametrize(
+    ("switch", "removed"),
+    [*(("default", removed) for removed in (0, 1, 5, 30)), *((name, 5) for name in SWITCHES if name != "default")],
+)
 def test_crop_removes_the_last_tokens(switch, removed, padded):
     model = tiny_model(torch.float64, **SWITCHES[switch])
     ids, mask, cache = filled(model, padded)
@@ -172,7 +178,7 @@ def test_recorded_window_layers_shrink_at_crop(padded):
 @padded_or_not
 @pytest.mark.parametrize("hidden", [(3, 0, 8), (32, 1, 0)], ids=["few", "slack"])
 @pytest.mark.parametrize("new", [(5, 1, 1), (1, 1, 5)], ids=["several", "single"])
-@pytest.mark.parametrize("switch", ["default", "no_window", "own_kv", "window_layers"])
+@pytest.mark.parametrize("switch", ["default", "window_layers", *some_slow("no_window", "own_kv")])
 def test_a_mask_may_take_out_the_end_of_a_cached_row(switch, new, hidden, padded):
     """As after a batch in which some rows ended early and were filled up."""
     model = tiny_model(torch.float64, **SWITCHES[switch])
@@ -236,7 +242,7 @@ def test_a_hidden_token_of_a_single_step_takes_one_column_of_the_slack(max_cache
 
 
 @padded_or_not
-@pytest.mark.parametrize("cropped", [0, 3])
+@pytest.mark.parametrize("cropped", [3, *some_slow(0)])
 @pytest.mark.parametrize(
     ("method", "argument", "rows"),
     [

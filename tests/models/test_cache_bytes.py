@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 from models.cache_runs import append, padded_or_not
+from models.generations import KINDS
 from models.tiny import SWITCHES, draw_ids, padded_mask, run_in_chunks, tiny_config, tiny_model
 
 from hysparse_hf import HySparseConfig, measure_cache_bytes, predict_cache_bytes
@@ -48,7 +49,9 @@ def test_used_bytes_equal_the_formula(switch, length, padded):
     assert predict_cache_bytes(model.config, 2, length, torch.float32)["allocated"] >= used
 
 
-@switches
+@pytest.mark.parametrize(
+    "switch", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in SWITCHES]
+)
 def test_used_and_allocated_bytes_after_a_prefill_and_a_thousand_steps(switch):
     config = tiny_config(**SWITCHES[switch])
     cache = HySparseCache(config)

@@ -1,5 +1,6 @@
 """Buffers that grow in place: how often they move, and what a graph, inference mode or a kept view sees of it."""
 
+import pytest
 import torch
 from models.cache_runs import append, padded_or_not, states_of
 from models.tiny import (
@@ -22,7 +23,7 @@ def storages_of(cache):
     return [None if layer.keys is None else layer.keys.untyped_storage().data_ptr() for layer in cache.layers]
 
 
-@padded_or_not
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "padded"])
 def test_few_reallocations_over_4096_appended_tokens(padded):
     config = tiny_config()
     cache = HySparseCache(config)

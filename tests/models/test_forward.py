@@ -320,7 +320,11 @@ class TestNoHostSynchronisation:
 
 class TestCompile:
     @pytest.mark.parametrize(
-        "ropes", [None, {"full": {"rope_theta": 1e4}, "sparse": {"rope_theta": 500.0}}], ids=["one-rope", "per-kind"]
+        "ropes",
+        [
+            pytest.param(None, marks=pytest.mark.slow, id="one-rope"),
+            pytest.param({"full": {"rope_theta": 1e4}, "sparse": {"rope_theta": 500.0}}, id="per-kind"),
+        ],
     )
     def test_forward_is_one_graph_D09(self, ropes):
         model = tiny_model(layer_plan=["full", "sparse", "full"], rope_parameters=ropes)

@@ -112,9 +112,10 @@ def test_layouts_are_made_once_for_each_full_layer(monkeypatch):
 
     monkeypatch.setitem(kernels, "selection_layouts", counted)
     monkeypatch.setenv("HYSPARSE_BACKEND", "triton")
-    model = model_of(layer_plan=["full", "sparse", "sparse"] * 2)
-    model(TOKENS[None].to(DEVICE), use_cache=False)
+    model = model_of(layer_plan=["full", "sparse", "sparse", "full", "sparse"])
+    ids = TOKENS[None, :20].to(DEVICE)
+    model(ids, use_cache=False)
     assert counts == [True, True]
     with torch.no_grad():
-        model(TOKENS[None].to(DEVICE), use_cache=False)
+        model(ids, use_cache=False)
     assert counts[2:] == [False, False]

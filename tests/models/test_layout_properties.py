@@ -12,7 +12,7 @@ from hysparse_hf.modeling.compat_transformers import cache_of
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
-few_examples = hypothesis.settings(max_examples=25, deadline=None)
+few_examples = hypothesis.settings(max_examples=15, deadline=None)
 kinds = st.sampled_from(["full", "sparse", "window"])
 # Without those that fix the plan or the budget, which are drawn here.
 switch_names = st.sampled_from([name for name in SWITCHES if name not in ("window_layers", "sum_mean_forced")])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import tiny, tiny2
-from models.generations import FAST, both_generations, case, over_settings
+from models.generations import FAST, KINDS, both_generations, case, over_settings
 from models.tiny import (
     assert_same_logits,
     draw_ids,
@@ -90,7 +90,7 @@ def test_A07_several_new_tokens_on_a_filled_cache(generation, switch, dtype):
         assert_same_logits(logits, expected)
 
 
-@every_setting
+@over_settings(first_fast=KINDS)
 def test_A07_one_token_at_a_time(generation, switch):
     model = generation.tiny_model(torch.float64, **generation.MODELS[switch])
     ids = draw_ids(1, 40)
