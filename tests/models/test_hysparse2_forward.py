@@ -4,7 +4,7 @@ import naive_model2
 import pytest
 import torch
 from models.test_forward import HostReads
-from models.test_sharing import layer_outputs, layers_that_read
+from models.test_sharing import layers_that_read
 from models.tiny import assert_same_logits, changed_layer_output, draw_ids, padded_mask
 from models.tiny2 import BASELINES, SWITCHES, over_models, tiny_model
 
@@ -155,20 +155,6 @@ class TestSharing:
             assert (bridged(ROW, use_cache=False).logits - expected).abs().max() > 1e-2
             bridged.model.layers[3].register_forward_pre_hook(lambda _, args: (*args[:-1], own[3]))
             assert_same_logits(bridged(ROW, use_cache=False).logits, expected)
-
-
-@over_models(SWITCHES)
-def test_a_prefill_beyond_the_window_feeds_every_layer_all_of_its_keys_B16(switch):
-    model = tiny_model(torch.float64, **SWITCHES[switch])
-    ids = draw_ids(2, 33)
-    whole, _ = layer_outputs(model, ids, use_cache=False)
-    states, cache = layer_outputs(model, ids[:, :30], use_cache=True)
-    for one, other in zip(states, whole, strict=True):
-        assert_same_logits(one, other[:, :30])
-    for position in range(30, 33):
-        states, cache = layer_outputs(model, ids[:, position : position + 1], cache=cache)
-        for one, other in zip(states, whole, strict=True):
-            assert_same_logits(one, other[:, position : position + 1])
 
 
 class TestImplementations:

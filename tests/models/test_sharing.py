@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from models.tiny import SWITCHES, assert_same_logits, draw_ids, run_in_chunks, tiny_model
+from models import tiny2
+from models.generations import over_settings
+from models.tiny import assert_same_logits, draw_ids, run_in_chunks, tiny_model
 
 from hysparse_hf import HySparseCache
 from hysparse_hf.modeling.compat_transformers import cache_of
@@ -61,9 +63,9 @@ def test_a_donors_weights_reach_its_own_group_alone_B12(layers, projection):
     assert read == [[0, 1, 2], [1], [2], [3, 4, 5][: layers - 3], [4], [5]][:layers]
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
-def test_a_prefill_beyond_the_window_feeds_every_layer_all_of_its_keys_B16(switch):
-    model = tiny_model(torch.float64, **SWITCHES[switch])
+@over_settings(second=tiny2.SWITCHES)
+def test_a_prefill_beyond_the_window_feeds_every_layer_all_of_its_keys_B16(generation, switch):
+    model = generation.tiny_model(torch.float64, **generation.MODELS[switch])
     ids = draw_ids(2, 33)
     whole, _ = layer_outputs(model, ids, use_cache=False)
     states, cache = layer_outputs(model, ids[:, :30], use_cache=True)
