@@ -1,5 +1,7 @@
 """Rules for the arguments of the public operations; each is checked once, there."""
 
+from dataclasses import replace
+
 import torch
 
 from .rows_hysparse import PLAIN_ROWS, Rows
@@ -27,6 +29,10 @@ def check_states(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
                 f"{tuple(states.shape)} of {states.dtype}."
             )
     batch, heads, q_len, dim = query.shape
+    if not (key.shape[1] and dim and value.shape[3]):
+        raise ValueError(
+            f"`key` and `value` must have heads, and heads a width, got {tuple(key.shape)} and {tuple(value.shape)}."
+        )
     if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != dim:
         raise ValueError(
             "`key` and `value` must agree with `query` in batch and with each other in heads and length, and `key` "
@@ -46,9 +52,16 @@ def check_states(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
         )
 
 
-def check_sink(sink: torch.Tensor | None, query: torch.Tensor) -> None:
-    if sink is not None and sink.shape != (query.shape[1],):
-        raise ValueError(f"`sink` must have shape (heads,) = ({query.shape[1]},), got {tuple(sink.shape)}.")
+def checked_sink(sink: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """The sink with its heads side by side in memory, as the kernels read it."""
+    if sink is None:
+        return None
+    if sink.shape != (query.shape[1],) or sink.device != query.device:
+        raise ValueError(
+            f"`sink` must have shape (heads,) = ({query.shape[1]},) on {query.device}, got {tuple(sink.shape)} on "
+            f"{sink.device}."
+        )
+    return sink.contiguous()
 
 
 def check_indices(indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
@@ -61,6 +74,7 @@ def check_indices(indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor)
 
 
 def checked_rows(rows: Rows | None, query: torch.Tensor, key: torch.Tensor) -> Rows:
+    """The rows with `query_start` side by side in memory, as the kernels read it."""
     if rows is None:
         return PLAIN_ROWS
     batch, heads, q_len, _ = query.shape
@@ -73,6 +87,8 @@ def checked_rows(rows: Rows | None, query: torch.Tensor, key: torch.Tensor) -> R
     for name, tensor, shapes in rules:
         if tensor is not None and tuple(tensor.shape) not in shapes:
             raise ValueError(f"`rows.{name}` must have shape {shapes[0]}, got {tuple(tensor.shape)}.")
+    if rows.query_start is not None and not rows.query_start.is_contiguous():
+        return replace(rows, query_start=rows.query_start.contiguous())
     return rows
 
 

@@ -15,9 +15,9 @@ from .attention_checks_hysparse import (
     check_gates,
     check_indices,
     check_second_branch,
-    check_sink,
     check_states,
     checked_rows,
+    checked_sink,
     scaling_or_default,
 )
 from .dispatch_hysparse import BACKENDS, Operations, resolve_backend
@@ -36,7 +36,7 @@ def _load_kernels() -> dict[str, Callable[..., tuple]]:
     from .triton_sliding_window import sliding_window_attention
     from .triton_sparse_layer import sparse_layer_attention
 
-    if os.environ.get("HYSPARSE_AUTOTUNE", "0") != "0":
+    if os.environ.get("HYSPARSE_AUTOTUNE", "") not in ("", "0"):
         from .triton_autotune import install
 
         install()
@@ -57,6 +57,7 @@ def _with_merged_window(
     def attend(query, key, value, indices, *, window, sink, rows, layouts=None, **options):
         if not window:
             return block_sparse(query, key, value, indices, sink=sink, rows=rows, layouts=layouts, **options)
+        window = min(window, key.shape[2])
         start = rows.query_start
         if start is None:
             start = torch.full((query.shape[0],), key.shape[2] - query.shape[2], device=query.device)
@@ -87,8 +88,8 @@ OPERATIONS = Operations(
 
 
 def _run(backend: str, operation: str, *tensors: torch.Tensor, **options) -> tuple:
-    """Call the operation on its back end; `auto` draws attention maps by the reference."""
-    if options.get("return_weights") and backend == "auto":
+    """Call the operation on its back end; the reference draws maps in `auto`, and gives an empty batch's shapes."""
+    if (options.get("return_weights") and backend == "auto") or not tensors[0].shape[0]:
         backend = "reference"
     return OPERATIONS.run(backend, operation, *tensors, **options)
 
@@ -244,7 +245,6 @@ def block_sparse_attention(
     Source: HySparse (arXiv:2602.03560), section 3.3.
     """
     check_states(query, key, value)
-    check_sink(sink, query)
     check_at_least("block_size", block_size, 1)
     check_at_least("window", window, 0)
     check_indices(indices, query, key)
@@ -256,7 +256,7 @@ def block_sparse_attention(
         value,
         indices,
         block_size=block_size,
-        sink=sink,
+        sink=checked_sink(sink, query),
         window=window,
         scaling=scaling_or_default(scaling, query),
         rows=checked_rows(rows, query, key),
@@ -295,7 +295,6 @@ def token_sparse_attention(
     Source: HySparse2 (arXiv:2609.26368), token-level selection.
     """
     check_states(query, key, value)
-    check_sink(sink, query)
     check_at_least("window", window, 0)
     check_indices(indices, query, key)
     results = _run(
@@ -306,7 +305,7 @@ def token_sparse_attention(
         value,
         indices,
         window=window,
-        sink=sink,
+        sink=checked_sink(sink, query),
         scaling=scaling_or_default(scaling, query),
         rows=checked_rows(rows, query, key),
         return_weights=return_weights,
@@ -341,7 +340,6 @@ def sliding_window_attention(
     Source: HySparse (arXiv:2602.03560), section 3.3.
     """
     check_states(query, key, value)
-    check_sink(sink, query)
     check_at_least("window", window, 0)
     results = _run(
         backend,
@@ -350,7 +348,7 @@ def sliding_window_attention(
         key,
         value,
         window=window,
-        sink=sink,
+        sink=checked_sink(sink, query),
         scaling=scaling_or_default(scaling, query),
         rows=checked_rows(rows, query, key),
         return_weights=return_weights,
@@ -399,8 +397,6 @@ def sparse_layer_attention(
     check_states(query, key, value)
     check_states(window_query, window_key, window_value)
     check_indices(indices, query, key)
-    check_sink(sink_global, query)
-    check_sink(sink_local, query)
     check_at_least("block_size", block_size, 1)
     check_at_least("window", window, 0)
     check_second_branch(query, value, window_query, window_value)
@@ -422,8 +418,8 @@ def sparse_layer_attention(
         window_rows=checked_rows(window_rows, window_query, window_key),
         gate_global=gate_global,
         gate_local=gate_local,
-        sink_global=sink_global,
-        sink_local=sink_local,
+        sink_global=checked_sink(sink_global, query),
+        sink_local=checked_sink(sink_local, query),
         for_kernel={"layouts": layouts},
     )
     return output

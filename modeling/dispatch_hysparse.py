@@ -106,14 +106,22 @@ class Operations:
         Args:
             for_kernel (`dict`, *optional*): more options, which the reference does not know.
         """
+        kernel, reference = self._kernel(backend, operation, tensors[0].device), self.references[operation]
+        if kernel is None:
+            return reference(*tensors, **options)
         try:
-            result = self.by_kernel(backend, operation, *tensors, **options, **for_kernel or {})
+            return kernel(*tensors, **options, **for_kernel or {})
         except NotImplementedError as reason:
             if _requested(backend) == "triton":
                 raise
             _log_once(f"`{operation}` runs on the reference back end: {reason}")
-            result = None
-        return self.references[operation](*tensors, **options) if result is None else result
+        except Exception as failure:
+            _raise_unless_replaceable(failure, backend)
+            # Where the call itself is at fault the reference raises too, and nothing is said of the kernel.
+            result = reference(*tensors, **options)
+            _do_without_kernel(operation, failure)
+            return result
+        return reference(*tensors, **options)
 
     def by_kernel(self, backend: str, operation: str, *tensors: Any, **options: Any) -> Any:
         """What the operation's kernel gives, or None where the reference is to run.
@@ -122,29 +130,41 @@ class Operations:
             ImportError: the kernels are asked for by name and cannot be imported.
             NotImplementedError: the kernel does not take the call, or there is none.
         """
+        kernel = self._kernel(backend, operation, tensors[0].device)
+        try:
+            return None if kernel is None else kernel(*tensors, **options)
+        except NotImplementedError:
+            raise
+        except Exception as failure:
+            _raise_unless_replaceable(failure, backend)
+            _do_without_kernel(operation, failure)
+            return None
+
+    def _kernel(self, backend: str, operation: str, device: torch.device) -> Callable[..., Any] | None:
+        """The kernel that is to run, or None where the reference is."""
         backend = _requested(backend)
-        by_name = backend == "triton"
-        if _on_device(backend, tensors[0].device) != "triton" or (operation in _FAILED and not by_name):
+        if _on_device(backend, device) != "triton" or (operation in _FAILED and backend != "triton"):
             return None
         missing = missing_triton()
         if missing is not None:
             raise missing
-        try:
-            if operation not in self.kernels:
+        if operation not in self.kernels:
+            if backend == "triton":
                 raise NotImplementedError(f"`{operation}` has no Triton kernel; use backend='reference'.")
-            return self.kernels[operation](*tensors, **options)
-        except NotImplementedError:
-            raise
-        except Exception as failure:
-            _do_without_kernel(operation, failure, by_name)
+            _log_once(f"`{operation}` runs on the reference back end: it has no Triton kernel.")
             return None
+        return self.kernels[operation]
 
 
-def _do_without_kernel(operation: str, failure: Exception, by_name: bool) -> None:
-    """Compilers and drivers fail in ways of their own: warn and remember it, or raise it where kernels are a must."""
+def _raise_unless_replaceable(failure: Exception, backend: str) -> None:
+    """Compilers and drivers fail in ways of their own; raise what the reference shall not stand in for."""
     # The reference needs more memory than the kernels do.
-    if by_name or isinstance(failure, torch.OutOfMemoryError):
+    if _requested(backend) == "triton" or isinstance(failure, torch.OutOfMemoryError):
         raise failure
+
+
+def _do_without_kernel(operation: str, failure: Exception) -> None:
+    """Warn, and remember it."""
     _FAILED.add(operation)
     logger.warning(
         f"`{operation}` runs on the reference back end from now on: its Triton kernel failed with "

@@ -336,13 +336,14 @@ def _state_dtype(states: torch.Tensor) -> torch.dtype:
 def _masked_logits(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor, scaling: float) -> torch.Tensor:
     """Scaled scores in base 2, `(batch, kv_heads, group, q_len, columns)`, `-inf` where not visible."""
     batch, heads, q_len, dim = query.shape
-    kv_heads = key.shape[1]
+    kv_heads, kv_len = key.shape[1:3]
+    group = heads // kv_heads
     dtype = _state_dtype(query)
     # The group's heads join the query axis: one product per KV head, and no copy of the keys.
-    grouped = query.to(dtype).reshape(batch, kv_heads, -1, dim)
+    grouped = query.to(dtype).reshape(batch, kv_heads, group * q_len, dim)
     products = grouped @ key.to(dtype).transpose(-1, -2)
     # Scaled after the product, as in the kernels: a rounded factor inside the sum would untie equal scores.
-    logits = products.mul_(scaling / LN2).view(batch, kv_heads, heads // kv_heads, q_len, -1)
+    logits = products.mul_(scaling / LN2).view(batch, kv_heads, group, q_len, kv_len)
     if visible.shape[1] == heads and heads != kv_heads:
         visible = visible.unflatten(1, (kv_heads, -1))
     else:
@@ -354,7 +355,7 @@ def _softmax(
     logits: torch.Tensor, value: torch.Tensor, sink: torch.Tensor | None, return_weights: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Attend with base-2 logits `(batch, kv_heads, group, q_len, columns)`; a row without keys gives 0."""
-    batch, kv_heads, group, q_len, _ = logits.shape
+    batch, kv_heads, group, q_len, columns = logits.shape
     largest = logits.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
     exponentials = torch.exp2(logits - largest)
     mass = exponentials.sum(-1, keepdim=True)
@@ -362,9 +363,10 @@ def _softmax(
     share = 1 / _nonzero(mass)
     if sink is not None:
         # The sink's term in the denominator is one more factor: mass / (mass + exp(sink)).
-        share = share * torch.sigmoid(lse - sink.to(lse.dtype).view(1, kv_heads, group, 1, 1))
-    rounded = exponentials.to(value.dtype).to(logits.dtype).reshape(batch, kv_heads, group * q_len, -1)
-    output = (rounded @ value.to(logits.dtype)).view(batch, kv_heads, group, q_len, -1) * share
+        finite = lse.masked_fill(mass == 0, 0.0)
+        share = share * torch.sigmoid(finite - sink.to(lse.dtype).view(1, kv_heads, group, 1, 1))
+    rounded = exponentials.to(value.dtype).to(logits.dtype).reshape(batch, kv_heads, group * q_len, columns)
+    output = (rounded @ value.to(logits.dtype)).view(batch, kv_heads, group, q_len, value.shape[-1]) * share
     weights = (exponentials * share).flatten(1, 2) if return_weights else None
     return output.flatten(1, 2), lse.squeeze(-1).flatten(1, 2), weights
 

@@ -8,7 +8,6 @@ random states of that call's heads, and the fastest kept. Later processes on suc
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +98,7 @@ class Tuner:
         self._done.add((name, key))
         label = f"{name} {key[0]} bytes {key[1]} dims"
         if not self._known and self.path is not None and self.path.exists():
-            self._known = json.loads(self.path.read_text()).get(_machine(query.device), {})
+            self._known = _read(self.path).get(_machine(query.device), {})
         if label in self._known:
             table[key] = tuple(self._known[label])
             return
@@ -204,15 +203,25 @@ def _machine(device: torch.device) -> str:
     return f"{name}, triton {triton.__version__}"
 
 
+def _read(path: Path) -> dict[str, dict[str, list[int]]]:
+    """Launch sizes by machine."""
+    try:
+        content = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        content = error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} (HYSPARSE_AUTOTUNE) must hold launch sizes as JSON, got {content}; remove the file.")
+    return content
+
+
 def _keep(path: Path, machine: str, known: dict[str, list[int]]) -> None:
     """Add what is known of this machine to the file, which is replaced as a whole."""
-    content = json.loads(path.read_text()) if path.exists() else {}
+    content = _read(path) if path.exists() else {}
     content[machine] = {**content.get(machine, {}), **known}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".json")
-    with os.fdopen(handle, "w") as file:
-        json.dump(content, file, indent=1)
-    Path(temporary).replace(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1))
+    temporary.replace(path)
 
 
 def _median_ms(call: Callable[[], object]) -> float:
@@ -223,11 +232,14 @@ def install() -> None:
     """Search from now on, as the environment variable `HYSPARSE_AUTOTUNE` says.
 
     Raises:
-        ValueError: it is neither 0 nor 1 nor the name of a `.json` file.
+        ValueError: it is neither 0 nor 1 nor the name of a `.json` file, or that file holds something else.
     """
     asked = os.environ["HYSPARSE_AUTOTUNE"]
     if asked != "1" and not asked.endswith(".json"):
         raise ValueError(
             f"environment variable HYSPARSE_AUTOTUNE must be 0, 1 or the name of a .json file, got {asked!r}."
         )
-    use_tuner(Tuner(None if asked == "1" else Path(asked), _median_ms))
+    path = None if asked == "1" else Path(asked)
+    if path is not None and path.exists():
+        _read(path)
+    use_tuner(Tuner(path, _median_ms))

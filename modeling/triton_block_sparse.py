@@ -41,7 +41,13 @@ from .triton_common import (
 )
 from .triton_decode_common import takes_decode
 from .triton_decode_sparse import decode_blocks
-from .triton_selection_layouts import SelectionLayouts, inverse_lists, most_tile_queries, tile_unions
+from .triton_selection_layouts import (
+    SelectionLayouts,
+    check_layouts,
+    inverse_lists,
+    most_tile_queries,
+    tile_unions,
+)
 
 
 # (bytes per element, padded head dimension at most) -> (BLOCK_M, BLOCK_N at most, warps, stages).
@@ -399,7 +405,10 @@ def as_choices(indices: torch.Tensor) -> torch.Tensor:
     """The indices as the kernels take them: int32, at least one per query."""
     if indices.shape[3] == 0:
         indices = torch.nn.functional.pad(indices, (0, 1), value=-1)
-    return indices.to(torch.int32)
+    if indices.dtype == torch.int32:
+        return indices
+    # An id past the end chooses nothing, and its lower half might.
+    return indices.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
 
 
 def block_sparse_attention(
@@ -429,6 +438,8 @@ def block_sparse_attention(
         return decode_blocks(query, key, value, choices, sink, block_size=block_size, scaling=scaling, rows=rows)
     if layouts is None:
         layouts = new_layouts(query, key, value, indices, block_size=block_size, rows=rows, for_backward=False)
+    else:
+        check_layouts(layouts, query, indices)
     output, lse = _block_sparse_forward(
         query,
         key,

@@ -25,6 +25,8 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Second dimension of a grid, at most.
+MOST_GRID_ROWS = 65535
 
 # Two copies of the model code may be loaded at once (the package and a checkpoint's); their operations must not meet.
 OP_NAMESPACE = __name__.rpartition(".")[0].replace(".", "_") or "hysparse"
@@ -278,8 +280,8 @@ def padded_dim(dim: int) -> int:
 def key_descriptor(states: torch.Tensor, block_n: int) -> TensorDescriptor:
     """Describe keys or values `(batch, kv_heads, kv_len, dim)` for loads of `block_n` rows.
 
-    States that the copy engine cannot address (a last dimension that is not dense, strides or a width that are no
-    multiple of 16 bytes) are copied once.
+    States that the copy engine cannot address (a last dimension that is not dense; a width, strides or a beginning
+    that 16 bytes do not divide) are copied once.
     """
     unit = 16 // states.element_size()
     if states.shape[-1] % unit:
@@ -293,7 +295,8 @@ def key_descriptor(states: torch.Tensor, block_n: int) -> TensorDescriptor:
     strides = [s if n > 1 else d for n, s, d in zip(states.shape, states.stride(), dense, strict=True)]
     fits = strides[-1] == 1 and all(s > 0 and s % unit == 0 for s in strides[:-1]) and states.data_ptr() % 16 == 0
     if not fits:
-        states, strides = states.contiguous(), list(dense)
+        # A dense tensor that begins between two multiples of 16 bytes must be copied too.
+        states, strides = states.clone(memory_format=torch.contiguous_format), list(dense)
     return TensorDescriptor(states, list(states.shape), strides, [1, 1, block_n, padded_dim(states.shape[-1])])
 
 
@@ -366,7 +369,7 @@ def check_supported(query, key, value, *, scaling, rows, return_weights=False) -
         (len(kinds) == 1 and kinds <= set(DTYPES), f"one of {DTYPES} for query, key and value, got {kinds}"),
         (max(dims) <= 256, f"head dimensions up to 256, got {dims}"),
         (group <= 64, f"at most 64 heads per KV head, got {group}"),
-        (query.shape[0] * key.shape[1] <= 65535, "at most 65535 KV heads in all rows"),
+        (query.shape[0] * query.shape[1] <= MOST_GRID_ROWS, f"at most {MOST_GRID_ROWS} heads in all rows"),
         (scaling > 0, f"a positive `scaling`, got {scaling}"),
         (rows.visibility is None, "`rows` without `visibility`"),
         (rows.query_columns is None, "`rows` without `query_columns`"),

@@ -6,7 +6,7 @@ is not there is None.
 
 import torch
 
-from .triton_common import tl, triton
+from .triton_common import MOST_GRID_ROWS, tl, triton
 
 
 # Queries per row that the decode kernels take; more go to the prefill kernels.
@@ -17,6 +17,8 @@ def takes_decode(query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor |
     """Whether a call is one of few new tokens behind cached ones that nothing is differentiated through."""
     q_len, kv_len = query.shape[2], key.shape[2]
     if not query.numel() or q_len > MOST_DECODE_QUERIES or kv_len <= q_len:
+        return False
+    if query.shape[0] * key.shape[1] * q_len > MOST_GRID_ROWS:
         return False
     tensors = (query, key, *others)
     return not (torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in tensors))

@@ -42,6 +42,18 @@ class SelectionLayouts(NamedTuple):
     offsets: torch.Tensor | None = None
 
 
+def check_layouts(layouts: SelectionLayouts, query: torch.Tensor, indices: torch.Tensor) -> None:
+    """Raise ValueError for layouts that cannot be those of `indices`, by their shapes."""
+    rows, tiles, candidates = layouts[0].shape
+    batch, kv_heads, q_len, n_selected = indices.shape
+    tile_q, rest = divmod(candidates, max(1, n_selected))
+    if rows != batch * kv_heads or rest or not tile_q or tiles != triton.cdiv(q_len, tile_q):
+        raise ValueError(
+            f"`layouts` must be made by `selection_layouts` for these `indices` {tuple(indices.shape)}, got unions of "
+            f"shape {tuple(layouts[0].shape)}."
+        )
+
+
 @triton.jit
 def _tile_union_kernel(
     index_ptr,

@@ -37,7 +37,7 @@ from .triton_common import (
 from .triton_decode_common import takes_decode
 from .triton_decode_sparse import decode_sparse_layer
 from .triton_gates import gate_value, gates_backward, load_gate, named_strides
-from .triton_selection_layouts import SelectionLayouts, inverse_lists
+from .triton_selection_layouts import SelectionLayouts, check_layouts, inverse_lists
 from .triton_sliding_window import attend_window
 
 
@@ -500,6 +500,8 @@ def sparse_layer_attention(
         )
     if layouts is None:
         layouts = new_layouts(query, key, value, indices, block_size=block_size, rows=rows, for_backward=False)
+    else:
+        check_layouts(layouts, query, indices)
     keep = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (*tensors, *optional))
     output, *_ = _sparse_layer_forward(
         query,

@@ -12,7 +12,13 @@ from kernel_checks import DEVICE, make_states
 
 pytest.importorskip("triton")
 
-from hysparse_hf.modeling import attention_hysparse, triton_autotune, triton_common, triton_sliding_window  # noqa: E402
+from hysparse_hf.modeling import (
+    attention_hysparse,
+    dispatch_hysparse,
+    triton_autotune,
+    triton_common,
+    triton_sliding_window,
+)  # noqa: E402
 
 
 KEY = (4, 128)
@@ -87,7 +93,7 @@ def test_a_small_gain_changes_nothing():
     assert read_sizes(triton_autotune.Tuner(None, lambda _: 1.0 if TABLE[KEY] == before else 0.99)) == before
 
 
-@pytest.mark.parametrize(("asked", "tuners"), [(None, 0), ("0", 0), ("1", 1), ("folder/sizes.json", 1)])
+@pytest.mark.parametrize(("asked", "tuners"), [(None, 0), ("0", 0), ("", 0), ("1", 1), ("folder/sizes.json", 1)])
 def test_the_environment_decides(asked, tuners, monkeypatch):
     monkeypatch.delenv("HYSPARSE_AUTOTUNE", raising=False)
     if asked is not None:
@@ -100,6 +106,24 @@ def test_another_value_is_refused(monkeypatch):
     monkeypatch.setenv("HYSPARSE_AUTOTUNE", "yes")
     with pytest.raises(ValueError, match=r"HYSPARSE_AUTOTUNE.*'yes'"):
         attention_hysparse._load_kernels()
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_file_of_something_else_is_refused_and_left(content, monkeypatch, tmp_path):
+    path = tmp_path / "sizes.json"
+    path.write_text(content)
+    monkeypatch.setenv("HYSPARSE_AUTOTUNE", str(path))
+    with pytest.raises(ValueError, match=r"sizes\.json \(HYSPARSE_AUTOTUNE\) must hold launch sizes as JSON"):
+        attention_hysparse._load_kernels()
+    assert path.read_text() == content
+
+
+def test_a_wrong_value_is_no_failure_of_a_kernel(monkeypatch):
+    monkeypatch.setenv("HYSPARSE_AUTOTUNE", "yes")
+    operations = dispatch_hysparse.Operations({"name": lambda states: states}, attention_hysparse._load_kernels)
+    monkeypatch.setattr(dispatch_hysparse, "_on_device", lambda requested, device: "triton")
+    with pytest.raises(ValueError, match="HYSPARSE_AUTOTUNE"):
+        operations.run("auto", "name", torch.zeros(1))
 
 
 @pytest.mark.parametrize("name", triton_autotune._TABLES)
