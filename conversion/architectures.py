@@ -1,6 +1,5 @@
 """What a dense checkpoint can be converted to: one row per generation."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from hysparse_hf.modeling.modeling_hysparse2 import HySparse2ForCausalLM
 
 from .halves import half_plans
 from .plan import layer_plan
+from .source import read_json
 
 
 class Architecture(NamedTuple):
@@ -81,12 +81,19 @@ def read_config(folder: str | Path) -> HySparseConfig:
     """The configuration of a converted checkpoint.
 
     Raises:
+        FileNotFoundError: the folder has no config.json.
         ValueError: the folder holds a model of another kind.
     """
-    kind = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("model_type")
+    kind = read_json(Path(folder) / "config.json").get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
             f"the checkpoint must be a converted one, of type {' or '.join(ARCHITECTURES)}, got {kind!r}; name the "
             "folder that `hysparse convert` wrote; the source, where it is asked for, comes first."
         )
     return ARCHITECTURES[kind].model.config_class.from_pretrained(folder)
+
+
+def read_provenance(folder: str | Path) -> dict[str, Any]:
+    """The content of a converted checkpoint's `provenance.json`; empty where there is none."""
+    path = Path(folder) / "provenance.json"
+    return read_json(path) if path.exists() else {}

@@ -1,11 +1,12 @@
-"""Does the cross-decoder of a converted checkpoint read the states that its projections were made for?
+"""Is each layer of a converted checkpoint what it was converted as, and reads the states it was made for?
 
-`provenance.json` says which layer's states they are. `plan_faults` compares config.json with it, and `bridge_faults`
-runs the model and compares what the projections are given with what that layer reads, whatever the code in between.
+`provenance.json` says the plan, and whose states the cross-decoder's projections read. `plan_faults` compares
+config.json with it, and `bridge_faults` runs the model and compares what the projections are given with what that
+layer reads, whatever the code in between.
 """
 
-import json
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 
-from .architectures import read_config
+from .architectures import read_config, read_provenance
 
 
 PROJECTION = "model.layers.{}.self_attn.k_proj"
@@ -29,8 +30,7 @@ def bridge_record(config: HySparseConfig) -> dict[str, int]:
 
 
 def _recorded(out: str | Path) -> dict[str, int]:
-    path = Path(out) / "provenance.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("bridge", {}) if path.exists() else {}
+    return read_provenance(out).get("bridge", {})
 
 
 def plan_faults(out: str | Path) -> list[str]:
@@ -39,13 +39,18 @@ def plan_faults(out: str | Path) -> list[str]:
     Args:
         out (`str` or `Path`): the converted checkpoint.
     Returns:
-        `list[str]`: one line per layer that reads other states than it was made for, beginning with its projection of
-        keys.
+        `list[str]`: one line per layer that is of another kind than it was converted as, and per layer that reads
+        other states than it was made for, beginning with its projection of keys.
     """
     recorded, config = _recorded(out), read_config(out)
     found = bridge_record(config)
     is_normed = not recorded or config.bridge_source == "normed"
-    return [
+    faults = [
+        f"model.layers.{layer}: is {kind or 'not there'} by config.json, and was made {was}, by provenance.json"
+        for layer, (kind, was) in enumerate(zip_longest(config.layer_plan, read_provenance(out).get("plan", [])))
+        if was not in (kind, None)
+    ]
+    return faults + [
         f"{PROJECTION.format(layer)}.weight: reads {_states(found.get(layer), is_normed)} by config.json, and was "
         f"made to read {_states(source, True)}, by provenance.json"
         for layer, source in recorded.items()

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from .families import longest_text
 from .source import FolderSource, GgufSource
 
 
@@ -18,6 +20,8 @@ logger = logging.get_logger(__name__)
 
 # Characters read per token wanted; dense text and code stay well below.
 CHARACTERS_PER_TOKEN = 12
+# A window shorter than the others is left out below one part in so many of their length.
+SHORTEST_PART = 4
 SAMPLED_LENGTH = 512
 
 
@@ -46,6 +50,7 @@ def calibration_for(
     tokens: int,
     length: int,
     window: int,
+    option: str = "calibrate",
 ) -> Calibration:
     """The windows to fit on.
 
@@ -53,14 +58,21 @@ def calibration_for(
         source (`FolderSource` or `GgufSource`): gives the tokenizer, or the text where there is none.
         calibrate: text files; or token ids `(windows, length)`; `None` samples from the source.
         tokens (`int`): tokens wanted, in all; files share them evenly.
-        length (`int`): tokens per window, at most the source's `max_position_embeddings`.
+        length (`int`): tokens per window, at most `families.longest_text` of the source.
         window (`int`): the sliding window; positions inside the first one say nothing about sinks.
+        option (`str`): how `calibrate` is named where it was given, for messages.
     Raises:
-        ValueError: no tokenizer for the files, a file that is too short, or windows no longer than `window`.
+        ValueError: no tokenizer for the files, a file that is too short, windows no longer than `window`, or token
+            ids beyond the source's own sliding window.
         FileNotFoundError: a file does not exist.
     """
+    if not isinstance(tokens, int) or not isinstance(length, int) or tokens < 1 or length < 2:
+        raise ValueError(
+            f"`calibration_length` must be at least 2 and `calibration_tokens` at least 1, got {length!r} and "
+            f"{tokens!r}; leave both out for the defaults."
+        )
     config = source.load_config()
-    limit = config.max_position_embeddings
+    limit = longest_text(config)
     if calibrate is None:
         sampled = min(max(SAMPLED_LENGTH, 2 * window), limit)
         # Sampling takes minutes; a window that no text of this length can fit is known before.
@@ -71,10 +83,17 @@ def calibration_for(
         )
         return sample_text(source, math.ceil(tokens / sampled), sampled)
     if isinstance(calibrate, torch.Tensor):
-        result = _from_tokens(calibrate, config.vocab_size)
+        result = _from_tokens(calibrate, config.vocab_size, option)
+        if limit < min(calibrate.shape[1], config.max_position_embeddings):
+            raise ValueError(
+                f"token ids must lie within the sliding window of {source.name} ({limit} tokens), got windows of "
+                f"{calibrate.shape[1]}; beyond it the source forgets what its conversion reads, so cut them."
+            )
     else:
         files = [calibrate] if isinstance(calibrate, str | Path) else calibrate
-        result = _from_files(source, [Path(file) for file in files], tokens, min(length, limit))
+        if limit < min(length, config.max_position_embeddings):
+            logger.warning(f"Windows of text are cut to the sliding window of {source.name}, {limit} tokens.")
+        result = _from_files(source, [Path(file) for file in files], tokens, min(length, limit), window, option)
     _check_length(min(len(ids) for ids in result.windows), window)
     return result
 
@@ -87,53 +106,70 @@ def _check_length(shortest: int, window: int) -> None:
         )
 
 
-def _from_tokens(ids: torch.Tensor, vocab_size: int) -> Calibration:
+def _from_tokens(ids: torch.Tensor, vocab_size: int, option: str) -> Calibration:
     if ids.dim() != 2 or ids.is_floating_point() or not len(ids):
         raise ValueError(
-            f"`calibrate` as a tensor must be token ids (windows, length), got {tuple(ids.shape)} of {ids.dtype}."
+            f"`{option}` as a tensor must be token ids (windows, length), got {tuple(ids.shape)} of {ids.dtype}."
         )
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(
-            f"`calibrate` must hold token ids of the source (0 to {vocab_size - 1}), got {int(ids.min())} to "
+            f"`{option}` must hold token ids of the source (0 to {vocab_size - 1}), got {int(ids.min())} to "
             f"{int(ids.max())}; use its own tokenizer."
         )
-    return Calibration.of(list(ids.cpu()), "tokens")
+    return Calibration.of(list(ids.cpu().long()), "tokens")
 
 
-def _from_files(source: FolderSource | GgufSource, files: list[Path], tokens: int, length: int) -> Calibration:
+def _from_files(
+    source: FolderSource | GgufSource, files: list[Path], tokens: int, length: int, window: int, option: str
+) -> Calibration:
     if not files:
-        raise ValueError("`calibrate` must name at least one text file, got none; leave it out to sample the text.")
+        raise ValueError(f"`{option}` must name at least one text file, got none; name one, or leave it out.")
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     tokenizer = source.load_tokenizer()
     if tokenizer is None:
         raise ValueError(
-            f"`calibrate` needs a tokenizer to read text files, and {source.name} has none; add its tokenizer files, "
+            f"`{option}` needs a tokenizer to read text files, and {source.name} has none; add its tokenizer files, "
             "or pass token ids from Python."
         )
-    wanted = math.ceil(tokens / length)
+
+    def tokens_of(part: str) -> torch.Tensor:
+        return tokenizer(part, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0].long()
+
+    wanted, characters = math.ceil(tokens / length), length * CHARACTERS_PER_TOKEN
     windows: list[torch.Tensor] = []
     for number, (file, text) in enumerate(zip(files, texts, strict=True)):
-        before = len(windows)
         count = max(1, wanted // len(files) + (number < wanted % len(files)))
-        for piece in _spread(text, count, length * CHARACTERS_PER_TOKEN):
-            ids = tokenizer(piece, add_special_tokens=False, return_tensors="pt").input_ids[0, :length]
-            windows += [ids] if len(ids) == length or len(windows) == before else []
-        if len(windows) == before:
-            raise ValueError(f"`calibrate`: {file.name} must hold text, got none; leave the file out.")
+        if len(text) > count * characters:
+            found = [tokens_of(piece)[:length] for piece in _spread(text, count, characters)]
+        else:
+            found = _consecutive(tokens_of(text), count, length)
+        # What is shorter than the others, the end of a text, must still say something.
+        kept = [ids for ids in found if len(ids) == length or len(ids) > max(window, length // SHORTEST_PART)]
+        kept = kept or [ids for ids in found[:1] if len(ids)]
+        if not kept:
+            raise ValueError(f"`{option}`: {file.name} must hold text, got none; leave the file out.")
+        windows += kept
     record = [{"name": f.name, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()} for f in files]
     return Calibration.of(windows, "files", files=record)
 
 
+def _consecutive(ids: torch.Tensor, count: int, length: int) -> list[torch.Tensor]:
+    """Up to `count` windows of a whole text without overlap: all of it, or as many at even distances."""
+    room = max(0, len(ids) - count * length)
+    starts = [room // 3] if count == 1 else [i * length + room * i // (count - 1) for i in range(count)]
+    return [ids[start : start + length] for start in starts]
+
+
 def _spread(text: str, count: int, characters: int) -> list[str]:
-    """Up to `count` pieces at even distances, without overlap where the text is long enough."""
-    room = max(0, len(text) - characters)
-    starts = sorted({room * i // max(count - 1, 1) for i in range(count)}) if count > 1 else [room // 3]
+    """`count` pieces at even distances of a text that is longer than all of them."""
+    room = len(text) - characters
+    starts = [room * i // (count - 1) for i in range(count)] if count > 1 else [room // 3]
     pieces = []
     for start in starts:
         # From the next line on, so that no piece begins inside a word.
         line = text.find("\n", start, start + 400) + 1 if start else 0
         pieces.append(text[max(start, line) : start + characters])
-    return [piece for piece in pieces if piece]
+    return pieces
 
 
 class _Progress(BaseStreamer):
@@ -159,6 +195,9 @@ def sample_text(source: FolderSource | GgufSource, rows: int, length: int) -> Ca
     start = torch.randint(model.config.vocab_size, (rows, 1), generator=generator)
     if bos is not None:
         start = torch.full_like(start, bos)
+    # The source's own settings, penalties or a time limit, would change the text or end it early.
+    own = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         ids = model.generate(
@@ -173,4 +212,5 @@ def sample_text(source: FolderSource | GgufSource, rows: int, length: int) -> Ca
             pad_token_id=model.config.pad_token_id or 0,
             streamer=_Progress(length - 1),
         )
+    model.generation_config = own
     return Calibration.of(list(ids.cpu()), "sampled from the source")

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from .architectures import ARCHITECTURES
 from .quality import compare_predictions, on_device, predict, record_of
 from .source import open_source
-from .texts import GivenText, add_text_arguments, read_texts
+from .texts import GivenText, add_text_arguments, read_texts, shortest_of, warn_of_short
 
 
 def compare(
@@ -29,13 +30,18 @@ def compare(
         ValueError: the vocabularies differ, or the text is none.
     """
     sources = [open_source(first), open_source(second)]
-    sizes = [source.load_config().vocab_size for source in sources]
+    configs = [source.load_config() for source in sources]
+    sizes = [config.vocab_size for config in configs]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"the checkpoints must have one vocabulary, got {sizes[0]} tokens in {sources[0].name} and {sizes[1]} in "
             f"{sources[1].name}; compare two of the same family."
         )
     texts = read_texts(sources[0], text, length=length, windows=windows)
+    for source, config in zip(sources, configs, strict=True):
+        if config.model_type in ARCHITECTURES:
+            lengths = {f"text for {source.name}": shortest_of(texts)}
+            warn_of_short(lengths, ARCHITECTURES[config.model_type].longest_read(config))
     one, other = (predict(on_device(source.load_model(torch.float32)), texts, source.name) for source in sources)
     names = {"first": sources[0].name, "second": sources[1].name}
     return names | record_of(compare_predictions(one, other, texts), texts)
@@ -64,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run `hysparse compare`."""
     report = compare(args.first, args.second, text=args.text, length=args.length, windows=args.windows)
+    print(table(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(table(report))
     return 0

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 
 from .architectures import ARCHITECTURES
-from .calibration import calibration_for
 from .job import DTYPES, GRANULARITIES, INITS, Job, Options
 from .output import MAX_SHARD_BYTES, appearing_folder, check_target
 from .source import open_source
@@ -91,7 +90,7 @@ def convert(
     check_target(out)
     options = Options(
         ratio=ratio,
-        plan=plan if plan is None or isinstance(plan, str) else list(plan),
+        plan=plan,
         budget=budget,
         block_size=block_size,
         window=window,
@@ -109,8 +108,7 @@ def convert(
         print(job.table())
         return job.provenance()
     if job.measures_plan or job.fits_something:
-        tokens = job.tokens_needed if calibration_tokens is None else calibration_tokens
-        job.calibrate(calibration_for(job.source, calibrate, tokens=tokens, length=calibration_length, window=window))
+        job.calibrate_on(calibrate, calibration_tokens, calibration_length)
     with appearing_folder(out) as folder:
         return job.write(folder, max_shard_bytes)
 

@@ -83,7 +83,8 @@ class DamagePass:
     ):
         self.config, self.refit, self.stride = config, refit, stride
         self.stream = LayerStream(config, read)
-        self.length = min(length, *map(len, windows))
+        # Shorter windows are measured whole.
+        self.length = min(length, max(map(len, windows)))
         self.teacher = self.stream.embed(windows)
         count = min(len(windows), math.ceil(tokens / self.length))
         # Evenly among the windows, which stand file by file. Per measured window the hidden states of its beginning

@@ -52,7 +52,7 @@ class EarlyExit:
                 self.processed["cross"] != self.rows,
                 f"the cross-decoder processed {self.processed['cross']} tokens for the logits of {self.rows}",
             ),
-            (self.kl > EXIT_TOLERANCE, f"predictions differ from those of whole passes by a KL of {self.kl:.2g}"),
+            (not self.kl <= EXIT_TOLERANCE, f"predictions differ from those of whole passes by a KL of {self.kl:.2g}"),
         ]
         return [f"early exit: {words}" for is_wrong, words in wrong if is_wrong]
 

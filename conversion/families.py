@@ -37,6 +37,9 @@ COMMON_FIELDS = (
 # Carried over where a family has them; the value is what their absence means.
 OPTIONAL_FIELDS = {"head_dim": None}
 
+# A rotary setting that older files hold beside the others; the library's models prefer that place.
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+
 # Source fields without a place in ours, and why that loses nothing.
 DROPPED_FIELDS = {
     "attention_dropout": "the oracle's probabilities choose blocks, so there is no dropout on them",
@@ -46,6 +49,7 @@ DROPPED_FIELDS = {
     "max_window_layers": "the layer plan says which layers have a window",
     "layer_types": "derived from the layer plan",
     "router_jitter_noise": "noise on the router's input while pretraining",
+    ORIGINAL_LENGTH: "part of `rope_parameters`",
     "quantization_config": "a GGUF file's weights are dequantised when it is read",
 }
 
@@ -145,7 +149,18 @@ def hysparse_fields(config: PreTrainedConfig, family: Family) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in (*COMMON_FIELDS, *family.fields)}
     values |= {name: getattr(config, theirs) for name, theirs in family.renamed.items()}
     values |= {name: getattr(config, name, absent) for name, absent in OPTIONAL_FIELDS.items()}
+    original = getattr(config, ORIGINAL_LENGTH, None)
+    if original is not None and ORIGINAL_LENGTH in (config.rope_parameters or {}):
+        values["rope_parameters"] = {**config.rope_parameters, ORIGINAL_LENGTH: original}
     return values | family.constants
+
+
+def longest_text(config: PreTrainedConfig) -> int:
+    """Tokens of the longest text that a model was made for and, of a source with a window, attends to as a whole."""
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    is_source = config.model_type in {family.model_type for family in FAMILIES.values()}
+    window = getattr(config, "sliding_window", None) if is_source and slides else None
+    return min(config.max_position_embeddings, window or config.max_position_embeddings)
 
 
 def dropped_fields(raw: dict[str, Any], kept: dict[str, Any]) -> dict[str, str]:
@@ -169,8 +184,8 @@ def check_supported(config: PreTrainedConfig, raw: dict[str, Any], where: str) -
     for is_on, message in UNSUPPORTED:
         if is_on(config, raw):
             raise NotImplementedError(f"{where}: {message}")
-    window = getattr(config, "sliding_window", None)
-    if window and window < config.max_position_embeddings:
+    window = longest_text(config)
+    if window < config.max_position_embeddings:
         logger.warning(
             f"{where} attends to its last {window} tokens only, in some or all layers; the full layers of the "
             f"converted model attend to everything. The two agree up to {window} tokens."

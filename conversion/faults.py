@@ -7,7 +7,6 @@ under its own inputs, so that a wrong table is caught too. `dense_difference` is
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 from hysparse_hf.modeling.modeling_hysparse import HySparseForCausalLM
 
-from .architectures import model_class, read_config
+from .architectures import model_class, read_config, read_provenance
 from .families import family_of
 from .key_map import KEY_MAPS, OPERATIONS, Entry, KeyMap, build_key_map, is_keyless, keyless_layers, target_shapes
 from .source import FolderSource, GgufSource, open_source
@@ -58,13 +57,12 @@ def weight_faults(source: str | Path | Source, out: str | Path) -> list[str]:
     source = source if isinstance(source, Source) else open_source(source)
     converted = FolderSource(Path(out))
     key_map = checkpoint_map(source, read_config(out))
-    return compare_tensors(source, converted, key_map, fitted_tensors(out))
+    return compare_tensors(source, converted, key_map, fitted_tensors(out), read_provenance(out).get("new_tensors"))
 
 
 def fitted_tensors(out: str | Path) -> dict[str, dict[str, str]]:
     """Mapped tensors that the fit replaced: key -> `mapped_sha256` and `sha256`, as recorded in `provenance.json`."""
-    path = Path(out) / "provenance.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("fitted_tensors", {}) if path.exists() else {}
+    return read_provenance(out).get("fitted_tensors", {})
 
 
 def compare_tensors(
@@ -72,10 +70,12 @@ def compare_tensors(
     converted: FolderSource,
     key_map: KeyMap,
     fitted: Mapping[str, Mapping[str, str]] | None = None,
+    new: Mapping[str, str] | None = None,
 ) -> list[str]:
     """`weight_faults` for a source and a checkpoint that are open already; one shard at a time.
 
-    `fitted` are the tensors that the fit replaced, as from `fitted_tensors`.
+    `fitted` are the tensors that the fit replaced, as from `fitted_tensors`; `new` the hashes of tensors without a
+    source, if they are known.
     """
     fitted = fitted or {}
     expected = {entry.target for entry in key_map.entries if entry.target} | key_map.new.keys()
@@ -92,11 +92,14 @@ def compare_tensors(
                 faults += _faults_of_fitted(entry, tensor, held, fitted)
             elif not _agrees(entry, tensor, held):
                 faults.append(f"{entry.target}: {_what_is_wrong(entry, tensor, held, source, key_map, converted)}")
-    faults += [
-        f"{key}: holds values that are not finite"
-        for key in key_map.new
-        if key in converted.tensors and not converted.tensor(key).isfinite().all()
-    ]
+    for key in key_map.new:
+        if key not in converted.tensors:
+            continue
+        held = converted.tensor(key)
+        if not held.isfinite().all():
+            faults.append(f"{key}: holds values that are not finite")
+        elif new and sha256_of_tensor(held) != new.get(key):
+            faults.append(f"{key}: is not what was written, by the hash in provenance.json")
     return faults
 
 

@@ -276,13 +276,13 @@ def fitted_tensor(name: str, values: SparseValues, config: HySparseConfig) -> to
     return rows[:, -1] if name.endswith("bias") else rows[:, :-1]
 
 
-def naive_value(name: str, shape: tuple[int, ...], gates: tuple[float, float]) -> torch.Tensor:
+def naive_value(name: str, shape: tuple[int, ...], gates: Sequence[float]) -> torch.Tensor:
     """A new parameter's value without a fit, float32: gates constant, sinks 0.
 
     Args:
         name (`str`): of the value, as in `key_map.NEW_PARAMETERS`.
         shape (`tuple[int, ...]`): of the parameter.
-        gates (`tuple[float, float]`): opening of the global and of the local gate, between 0 and 1.
+        gates (`Sequence[float]`): opening of the global and of the local gate, between 0 and 1.
     """
     if name in ("gate_global", "gate_local"):
         opening = gates[0] if name == "gate_global" else gates[1]

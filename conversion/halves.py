@@ -1,5 +1,6 @@
 """Which layers of a dense model make the self-decoder, which the cross-decoder, and which stay full in each."""
 
+import operator
 from collections.abc import Sequence
 
 from hysparse_hf.modeling.configuration_hysparse import regular_layer_plan
@@ -56,7 +57,9 @@ def half_plans(plan: str | Halves | None, num_layers: int, sparse_layers_per_ful
 def _listed(plan: str | Halves) -> list[list[int]]:
     try:
         halves = [half.split(",") for half in plan.split("/")] if isinstance(plan, str) else plan
-        first, second = ([int(layer) for layer in half] for half in halves)
+        first, second = (
+            [int(layer) if isinstance(layer, str) else operator.index(layer) for layer in half] for half in halves
+        )
     except (TypeError, ValueError) as error:
         raise ValueError(
             "`plan` must be 'regular' or the full layers of both halves such as 0,7/15,19 (the second half begins at "

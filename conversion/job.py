@@ -6,7 +6,8 @@ import inspect
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from transformers.utils import logging
 
 from .architectures import ARCHITECTURES
 from .bridge_faults import bridge_record
-from .calibration import Calibration
+from .calibration import Calibration, calibration_for
 from .damage import Damage
 from .families import check_supported, dropped_fields, family_of, hysparse_fields
 from .faults import Source, checkpoint_map, compare_tensors, same_bits, sha256_of_tensor
@@ -30,6 +31,7 @@ from .output_refit import TOKENS_PER_CHANNEL
 from .plan import parse_ratio
 from .reuse_damage import ReuseDamage
 from .source import FolderSource, sha256_of
+from .texts import GivenText
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,24 +48,39 @@ class Options:
     """What was asked for; see `convert`."""
 
     ratio: str
-    plan: str | list | None
+    plan: str | Sequence | None
     max_sparse_run: int | None
     keep_kv: bool
     budget: int
     block_size: int
     window: int
-    gates: tuple[float, float]
+    gates: Sequence[float]
     gate_granularity: Literal["elementwise", "headwise", "none"]
     init: str
     dtype: str | None
     architecture: str = "hysparse"
 
+    def __post_init__(self):
+        # As JSON holds them; ranges, arrays and their numbers may come from Python.
+        for field in fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
+
     def check(self) -> None:
-        """Raise `ValueError` for what the configuration itself does not check."""
+        """Raise `ValueError` for what the configuration itself does not check, or names otherwise."""
+        for name in ("budget", "block_size", "window"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be a whole number of tokens, at least 1, got {value!r}.")
+        if self.architecture == "hysparse" and self.budget % self.block_size:
+            below = self.budget - self.budget % self.block_size
+            near = " or ".join(str(tokens) for tokens in (below, below + self.block_size) if tokens)
+            raise ValueError(
+                f"`budget` must be a multiple of `block_size` ({self.block_size}), got {self.budget}; use {near}."
+            )
         if (
-            not isinstance(self.gates, tuple | list)
+            not isinstance(self.gates, list)
             or len(self.gates) != 2
-            or not all(0 < gate < 1 for gate in self.gates)
+            or not all(isinstance(gate, int | float) and 0 < gate < 1 for gate in self.gates)
         ):
             raise ValueError(
                 f"`gates` must be two numbers between 0 and 1 (global, local), got {self.gates}; a gate is a sigmoid "
@@ -71,10 +88,9 @@ class Options:
             )
         if self.gate_granularity not in GRANULARITIES:
             raise ValueError(f"`gate_granularity` must be one of {GRANULARITIES}, got {self.gate_granularity!r}.")
-        if self.max_sparse_run is not None and self.max_sparse_run < 1:
-            raise ValueError(
-                f"`max_sparse_run` must be at least 1, got {self.max_sparse_run}; leave it out for N + 2."
-            )
+        run = self.max_sparse_run
+        if run is not None and (not isinstance(run, int) or run < 1):
+            raise ValueError(f"`max_sparse_run` must be at least 1, got {run!r}; leave it out for N + 2.")
         if self.init not in INITS:
             raise ValueError(f"`init` must be one of {INITS}, got {self.init!r}.")
         if self.architecture not in ARCHITECTURES:
@@ -84,13 +100,23 @@ class Options:
                 f"`keep_kv` is not there for `architecture={self.architecture!r}`, whose sparse layers have no keys "
                 "and values; leave it out, or convert to the first generation."
             )
-        if self.gate_granularity == "none" and self.init == "naive" and self.architecture == "hysparse":
+        is_unfitted = self.init == "naive" and self.architecture == "hysparse" and not self.keep_kv
+        if self.gate_granularity == "none" and is_unfitted:
             raise ValueError(
                 "`gate_granularity='none'` needs `init='fitted'`, got 'naive'; with neither gates nor a fit the two "
                 "branches of a converted layer would add up to twice its output."
             )
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+
+
+def _plain(value: Any) -> Any:
+    """Sequences as lists, and numbers of other libraries as Python's."""
+    if isinstance(value, str):
+        return value
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    return [_plain(part) for part in value] if isinstance(value, Iterable) else value
 
 
 class Job:
@@ -139,6 +165,8 @@ class Job:
         self.fits: dict[int, LayerFit] = {}
         # Mapped tensors that the fit replaces: target -> hashes of the mapped value and of the one written.
         self.replaced: dict[str, dict[str, str]] = {}
+        # Parameters without a source: target -> hash of the value written.
+        self.new: dict[str, str] = {}
         self.calibration: Calibration | None = None
         self.verification: dict[str, Any] = {}
 
@@ -190,6 +218,21 @@ class Job:
         )
         return "\n".join(lines)
 
+    def calibrate_on(self, text: GivenText | None, tokens: int | None, length: int) -> None:
+        """Read calibration text, and `calibrate` on it.
+
+        Args:
+            text (*optional*): files or token ids, as for `convert`.
+            tokens (`int`, *optional*), length (`int`): in all, by default `tokens_needed`, and per window.
+        Raises:
+            ValueError, FileNotFoundError: as from `calibration_for`.
+        """
+        tokens = self.tokens_needed if tokens is None else tokens
+        # Without a window branch no window of text is too short for it.
+        window = 1 if self.options.keep_kv else self.options.window
+        found = calibration_for(self.source, text, tokens=tokens, length=length, window=window)
+        self.calibrate(replace(found, record={**found.record, "asked": {"tokens": tokens, "length": length}}))
+
     def calibrate(self, calibration: Calibration) -> None:
         """Measure the plan and fit the layers that have less to read, as far as the options ask for it."""
         self.calibration = calibration
@@ -199,6 +242,13 @@ class Job:
             logger.warning(
                 f"Output projections are not fitted: that takes {needed} tokens of calibration text, "
                 f"{TOKENS_PER_CHANNEL} times the hidden size, and there are {calibration.record['tokens']}."
+            )
+        longest = max(map(len, calibration.windows))
+        read = ARCHITECTURES[self.options.architecture].longest_read(self.config)
+        if self.fits_something and longest <= read:
+            logger.warning(
+                f"The global branch is fitted on text that it reads whole, windows of {longest} tokens where a query "
+                f"reads {read}; calibrate on longer windows, or convert with a smaller budget."
             )
         if self.measures_plan:
             self.damage = self.generation.damage(
@@ -249,8 +299,9 @@ class Job:
             },
             "map_version": MAP_VERSION,
             "versions": _versions(),
-            "options": {**asdict(self.options), "gates": list(self.options.gates)},
+            "options": asdict(self.options),
             "plan": self.config.layer_plan,
+            "max_sparse_run": self.max_sparse_run if self.measures_plan else None,
             "bridge": bridge_record(self.config),
             "keys": {
                 "mapped": len(self.entry_of),
@@ -262,6 +313,7 @@ class Job:
             "damage": None if self.damage is None else self.damage.record(),
             "fit": {str(index): fit.figures for index, fit in self.fits.items()},
             "fitted_tensors": self.replaced,
+            "new_tensors": self.new,
             "verification": self.verification,
         }
 
@@ -309,8 +361,9 @@ class Job:
                         progress.update()
             for key, init in self.key_map.new.items():
                 fitted = self.fitted(key)
-                naive = naive_value(init, self.shapes[key], self.options.gates)
-                writer.write(key, naive if fitted is None else fitted)
+                value = naive_value(init, self.shapes[key], self.options.gates) if fitted is None else fitted
+                self.new[key] = sha256_of_tensor(value.to(self.dtype))
+                writer.write(key, value)
                 progress.update()
 
     def _final(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
@@ -320,8 +373,8 @@ class Job:
         fitted = self.fitted(entry.target)
         if fitted is None:
             return mapped
-        fitted = fitted.to(self._dtype_of(entry.source))
-        self.replaced[entry.target] = {"mapped_sha256": sha256_of_tensor(mapped), "sha256": sha256_of_tensor(fitted)}
+        written = fitted.to(self._dtype_of(entry.source))
+        self.replaced[entry.target] = {"mapped_sha256": sha256_of_tensor(mapped), "sha256": sha256_of_tensor(written)}
         return fitted
 
     def _write_companions(self, folder: Path) -> None:
@@ -339,7 +392,7 @@ class Job:
 
     def _verify(self, folder: Path) -> None:
         """Compare what lies on the disk with the source, and let the library load it, without its values."""
-        faults = compare_tensors(self.source, FolderSource(folder), self.key_map, self.replaced)
+        faults = compare_tensors(self.source, FolderSource(folder), self.key_map, self.replaced, self.new)
         loaded: Any = self.model_class.from_pretrained(folder, device_map="meta", output_loading_info=True)
         report = loaded[1]
         faults += [f"{kind}: {sorted(map(str, keys))}" for kind, keys in report.items() if keys]

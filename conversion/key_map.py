@@ -104,7 +104,7 @@ KEYLESS_REASON = "the layer reads the keys and values of the full layer before i
 # Fused tensor of a layer's experts -> what each expert's part of it is made of, by rows.
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
-# Parameters without a source -> name of the initial value (see `fit.initial_value`).
+# Parameters without a source -> name of the initial value (see `fit.naive_value`).
 NEW_PARAMETERS = {
     "model.layers.{layer}.self_attn.gate_global_proj.weight": "zero",
     "model.layers.{layer}.self_attn.gate_global_proj.bias": "gate_global",

@@ -111,8 +111,18 @@ class LayerStream:
     def after_attention(
         self, layer: HySparseDecoderLayer, hidden: torch.Tensor, attended: torch.Tensor
     ) -> torch.Tensor:
-        """Add the attention's output `(length, hidden)` and the feed-forward network's to the hidden states."""
-        return layer.feed_forward(hidden + attended[None])[0]
+        """Add the attention's output `(length, hidden)` and the feed-forward network's to the hidden states.
+
+        Raises:
+            ValueError: the sum holds NaN or infinity.
+        """
+        after = layer.feed_forward(hidden + attended[None])[0]
+        if not after.isfinite().all():
+            raise ValueError(
+                f"the source must give finite numbers on the calibration text, got NaN or infinity after layer "
+                f"{layer.self_attn.layer_idx}; look for weights that are not finite, there or in the embeddings."
+            )
+        return after
 
     def head(self) -> tuple[HySparseRMSNorm, torch.Tensor]:
         """The last norm, and the head's weight `(vocabulary, hidden)`."""

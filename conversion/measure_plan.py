@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from .architectures import ARCHITECTURES
-from .calibration import calibration_for
 from .job import Job, Options
 from .source import open_source
 from .texts import GivenText
@@ -63,8 +62,7 @@ def measure_plan(
     if not job.measures_plan:
         raise ValueError(f"`ratio` must have sparse layers to measure, got {ratio!r}; use for example '1:3'.")
     plans = {"regular": job.config}
-    tokens = job.tokens_needed if calibration_tokens is None else calibration_tokens
-    job.calibrate(calibration_for(job.source, calibrate, tokens=tokens, length=calibration_length, window=window))
+    job.calibrate_on(calibrate, calibration_tokens, calibration_length)
     plans["auto"] = job.config
     damage, option = job.damage, ARCHITECTURES[architecture].plan_option
     assert damage is not None

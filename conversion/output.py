@@ -6,6 +6,7 @@ import re
 import secrets
 import shutil
 import struct
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,15 @@ def check_target(out: Path) -> None:
         raise ValueError(
             f"`out` must be a folder that can be replaced, got the mount point {out}; name one inside it."
         )
+    parent = next(folder for folder in out.parents if folder.exists())
+    try:
+        # Access rights do not tell: the file system may refuse. What is made here is removed at once.
+        with tempfile.TemporaryDirectory(dir=parent, prefix=_partial_prefix(out)):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"`out` must lie where folders can be made, got {out}: {error.strerror}; name another place."
+        ) from error
 
 
 @contextmanager
@@ -61,8 +71,14 @@ def appearing_folder(out: Path) -> Iterator[Path]:
     partial, lock = _locked_folder(out)
     try:
         yield partial
-        # Also over an empty folder; one that has been filled meanwhile is an error.
-        os.replace(partial, out)  # noqa: PTH105 - Path.replace has no word on folders
+        try:
+            # Also over an empty folder.
+            os.replace(partial, out)  # noqa: PTH105 - Path.replace has no word on folders
+        except OSError as error:
+            raise ValueError(
+                f"`out` must stay a new or empty folder until the end, got {out}, which something else has filled or "
+                f"changed meanwhile ({error.strerror}); convert again under another name."
+            ) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -159,10 +175,22 @@ class CheckpointWriter:
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def write(self, key: str, tensor: torch.Tensor) -> None:
-        """Write one tensor, cast to its announced dtype."""
+        """Write one tensor, cast to its announced dtype.
+
+        Raises:
+            ValueError: the dtype has no place for one of its values.
+        """
         shape, dtype = self.pending.pop(key)
         assert tuple(tensor.shape) == tuple(shape), f"{key}: {tuple(tensor.shape)} announced as {tuple(shape)}"
-        data = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+        tensor = tensor.detach().cpu()
+        data = tensor.to(dtype).contiguous()
+        if data.dtype != tensor.dtype and data.numel():
+            largest = max(map(abs, (bound.item() for bound in tensor.aminmax())))
+            if largest > torch.finfo(dtype).max and (data.isinf() & tensor.isfinite()).any():
+                raise ValueError(
+                    f"{key} must fit the `dtype` of the output, {dtype}, got values of up to {largest:.3g}; use "
+                    "bfloat16 or float32."
+                )
         file = self._files[self.file_of[key]]
         file.seek(self._place[key])
         file.write(data.reshape(-1).view(torch.uint8).numpy().data)

@@ -48,18 +48,28 @@ class Figures:
         """Join another set of positions."""
         for field in fields(self):
             pair = getattr(self, field.name), getattr(other, field.name)
-            setattr(self, field.name, max(pair) if field.name.startswith("largest") else sum(pair))
+            # A NaN must stay: `max` may drop it, a sum does not.
+            is_largest = field.name.startswith("largest") and not any(map(math.isnan, pair))
+            setattr(self, field.name, max(pair) if is_largest else sum(pair))
 
     def record(self) -> dict[str, float]:
         """`kl` of the second model from the first, `perplexity` of both, share of equal top tokens, `tokens`."""
         return {
-            # Rounding may leave a sum of nothing below 0.
-            "kl": max(0.0, self.divergence) / self.tokens,
-            "first_perplexity": math.exp(self.loss_first / self.tokens),
-            "perplexity": math.exp(self.loss_second / self.tokens),
+            # Rounding may leave a sum of nothing below 0. In this order, for a NaN to stay.
+            "kl": max(self.divergence, 0.0) / self.tokens,
+            "first_perplexity": _exp(self.loss_first / self.tokens),
+            "perplexity": _exp(self.loss_second / self.tokens),
             "same_token": self.same / self.tokens,
             "tokens": self.tokens,
         }
+
+
+def _exp(value: float) -> float:
+    """`math.exp`, and infinity for what is larger than any float."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def on_device(model: Any) -> Any:
@@ -76,8 +86,10 @@ def predict(model: PreTrainedModel, texts: Sequence[Text], description: str) -> 
     """
     head: Any = model.get_output_embeddings()
     short = texts[0].windows[0][None, :4].to(model.device)
-    expected = model(input_ids=short, use_cache=False).logits
-    if not torch.allclose(head(_last_states(model, short)), expected, rtol=1e-3, atol=1e-3 * expected.abs().max()):
+    # What is not finite shows in the figures; here only the head is in question.
+    logits, expected = head(_last_states(model, short)), model(input_ids=short, use_cache=False).logits
+    logits, expected = (part.float().nan_to_num(0.0, 0.0, 0.0) for part in (logits, expected))
+    if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()):
         raise NotImplementedError(
             f"the logits must be those of the head, and {type(model).__name__} changes them afterwards; compare "
             "models of the families that can be converted."

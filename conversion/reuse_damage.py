@@ -83,7 +83,7 @@ class ReusePass:
         read (`ReadTarget`): gives the mapped weights.
         windows (`tuple[torch.Tensor, ...]`): token ids, each `(length,)`.
         longest_run (`int`): how many layers before a layer are tried as its full one.
-        pieces (`int`), length (`int`): how many pieces of the windows are measured, evenly among all, and
+        pieces (`int`), length (`int`): how many pieces are measured, evenly among those that all windows give, and
             their tokens.
     Raises:
         ValueError: windows so short that a single block leaves nothing out.
@@ -101,8 +101,9 @@ class ReusePass:
     ):
         self.config, self.longest_run = config, longest_run
         self.stream = LayerStream(config, read)
-        # Twice a piece is no longer than the shortest window, so positions stay within what the source knows.
-        length, block = min(length, min(map(len, windows)) // 2), config.oracle_block_size
+        # Twice a piece is no longer than the longest window, so positions stay within what the source knows. A window
+        # shorter than a piece gives none.
+        length, block = min(length, max(map(len, windows)) // 2), config.oracle_block_size
         if 2 * length <= block:
             raise ValueError(
                 f"calibration windows must be longer than a block (`block_size` {block}) for a measured plan with "
@@ -110,7 +111,8 @@ class ReusePass:
             )
         self.budget = min(config.oracle_budget, max(1, 2 * length // LARGEST_PART // block) * block)
         found = [piece for ids in windows for piece in ids.split(length) if len(piece) == length]
-        chosen = found[:: len(found) // pieces][:pieces] if len(found) > pieces else found
+        count = min(pieces, len(found))
+        chosen = [found[len(found) * i // count] for i in range(count)]
         self.text = {"pieces": len(chosen), "tokens": length, "repeated": 2, "budget": self.budget}
         # Per layer and piece the hidden states before it, and the blocks that it would choose.
         self.states = [self.stream.embed(tuple(ids.repeat(2) for ids in chosen))]

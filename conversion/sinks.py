@@ -73,7 +73,8 @@ def fit_local_sink(sums: HeadSums) -> tuple[torch.Tensor, float, float, float]:
 
 
 def _relative(error: torch.Tensor, total: torch.Tensor) -> float:
-    return math.sqrt(max(0.0, (error / total).item()))
+    # In this order, for a NaN to stay.
+    return math.sqrt(max((error / total).item(), 0.0))
 
 
 def sink_for_share(lse: torch.Tensor, share: float = GLOBAL_SINK_SHARE) -> torch.Tensor:

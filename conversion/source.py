@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -99,7 +100,7 @@ class FolderSource:
 
     def __init__(self, path: Path):
         self.path = path
-        self.raw_config = _read_json(path / "config.json")
+        self.raw_config = read_json(path / "config.json")
         self.format, self.shards, self.index = _weight_files(path)
         self.tensors: dict[str, TensorInfo] = {}
         for shard in self.shards:
@@ -164,7 +165,7 @@ class FolderSource:
     def generation_config(self) -> dict[str, Any] | None:
         """The content of generation_config.json, if there is one."""
         path = self.path / "generation_config.json"
-        return _read_json(path) if path.exists() else None
+        return read_json(path) if path.exists() else None
 
     @contextmanager
     def _opened(self, shard: str) -> Iterator[_Shard]:
@@ -327,7 +328,13 @@ _SAFETENSORS_DTYPES = {
 }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, or holds no object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -346,6 +353,8 @@ def _weight_files(path: Path) -> tuple[WeightFormat, list[str], dict[str, str] |
     for form in WEIGHT_FORMATS:
         shards = sorted(file.name for file in path.iterdir() if form.shard.fullmatch(file.name))
         has_single, has_index = (path / form.single).exists(), (path / form.index_file).exists()
+        if has_single and has_index and not shards and _names_alone(path / form.index_file, form.single):
+            return form, *_indexed(path, form, shards)
         if has_single and (shards or has_index):
             others = ", ".join([*shards, *[form.index_file] * has_index])
             raise ValueError(
@@ -363,8 +372,14 @@ def _weight_files(path: Path) -> tuple[WeightFormat, list[str], dict[str, str] |
     )
 
 
+def _names_alone(index_file: Path, name: str) -> bool:
+    """Whether an index says of every tensor that it lies in the file `name`."""
+    index = read_json(index_file).get("weight_map")
+    return isinstance(index, dict) and set(map(str, index.values())) == {name}
+
+
 def _indexed(path: Path, form: WeightFormat, present: list[str]) -> tuple[list[str], dict[str, str]]:
-    index = _read_json(path / form.index_file).get("weight_map")
+    index = read_json(path / form.index_file).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ValueError(f"{form.index_file} must hold a `weight_map`, got none; fetch it again.")
     named = sorted(set(index.values()))
@@ -396,7 +411,8 @@ def _complete(path: Path, form: WeightFormat, shards: list[str]) -> list[str]:
 def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a pickled shard; nothing in it is executed."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # Only the zip format can be mapped; files from before it are read whole.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except Exception as error:
         raise ValueError(
             f"{path.name} must be a pickle of tensors only, and is refused: "

@@ -6,6 +6,7 @@ finds in a long text, and the error of each layer's attention. One model is in m
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from transformers.utils import logging
 
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 
-from .architectures import ARCHITECTURES, read_config
+from .architectures import ARCHITECTURES, read_config, read_provenance
 from .bridge_faults import bridge_faults, plan_faults
 from .early_exit import leave_early
+from .families import longest_text
 from .faults import Source, checkpoint_map, fitted_changes, module_faults, weight_faults
 from .ladder import load_rung, rungs_of
 from .passkey import Passkey, make_passkeys, measure_retrieval
@@ -32,8 +34,8 @@ from .quality import (
     record_of,
     total_of,
 )
-from .source import open_source
-from .texts import GivenText, Text, add_text_arguments, read_texts
+from .source import FolderSource, open_source
+from .texts import GivenText, Text, add_text_arguments, read_texts, shortest_of, warn_of_short
 
 
 logger = logging.get_logger(__name__)
@@ -43,6 +45,8 @@ logger = logging.get_logger(__name__)
 DENSE_TOLERANCE = 1e-4
 # Of text that both models read, module by module, to name what differs.
 MODULE_TOKENS = 256
+# How far a module may be from the source's, relative to its largest output, where weights have the source's dtype.
+MODULE_TOLERANCE = 1e-5
 
 
 def verify(
@@ -87,13 +91,17 @@ def verify(
         "faults": plan_faults(out) or weight_faults(opened, out),
     }
     if report["faults"]:
+        if not read_provenance(out):
+            report["faults"].append("provenance.json: missing, so a fitted tensor cannot be told from a wrong one")
         return report
     key_map, fitted = checkpoint_map(opened, config), fitted_changes(opened, out)
     mapped = sum(entry.target is not None for entry in key_map.entries)
     report["tensors"] = {"equal": mapped - len(fitted), "new": len(key_map.new), "fitted": fitted}
     texts = read_texts(opened, text, length=length, windows=windows)
-    passkeys = _passkeys(opened, samples, min(sample_length or length, config.max_position_embeddings))
-    _warn_of_short(texts, passkeys, ARCHITECTURES[config.model_type].longest_read(config))
+    passkeys = _passkeys(opened, samples, min(sample_length or length, longest_text(opened.load_config())))
+    lengths = {"text": shortest_of(texts)}
+    lengths |= {"passkeys": min(len(key.prefix) + len(key.rest) for key in passkeys)} if passkeys else {}
+    warn_of_short(lengths, ARCHITECTURES[config.model_type].longest_read(config))
     report["text"] = [{"name": item.name, "tokens": sum(map(len, item.windows))} for item in texts]
     teacher = predict(on_device(opened.load_model(torch.float32)), texts, "source")
     dense: AttentionStates | None = None
@@ -144,17 +152,6 @@ def _passkeys(source: Source, samples: int, length: int) -> list[Passkey]:
     return make_passkeys(tokenizer, samples, length) if tokenizer else []
 
 
-def _warn_of_short(texts: list[Text], passkeys: list[Passkey], longest_read: int) -> None:
-    shortest = {"text": min(len(window) for text in texts for window in text.windows)}
-    shortest |= {"passkeys": min(len(key.prefix) + len(key.rest) for key in passkeys)} if passkeys else {}
-    for name, tokens in shortest.items():
-        if tokens <= longest_read:
-            logger.warning(
-                f"Nothing is left out in {name} of {tokens} tokens, since a query reads {longest_read}: the "
-                "figures do not show what a selection leaves out. Measure on longer windows."
-            )
-
-
 def _dense_record(figures: list[Figures]) -> dict[str, Any]:
     total = total_of(figures)
     return {
@@ -166,12 +163,21 @@ def _dense_record(figures: list[Figures]) -> dict[str, Any]:
 def _dense_faults(difference: dict[str, float], source: str | Path, out: Path, texts: list[Text]) -> list[str]:
     if difference["largest"] <= DENSE_TOLERANCE * difference["largest_logit"]:
         return []
-    modules = module_faults(source, out, texts[0].windows[0][None, :MODULE_TOKENS])
+    if not math.isfinite(difference["largest"]):
+        return ["logits: not finite on rung 0 or in the source; look for weights that are not finite in the source."]
+    # Modules with weights in a coarser dtype than the source's differ by its rounding.
+    coarser = _dtypes_of(FolderSource(out)) - _dtypes_of(open_source(source))
+    tolerance = max([MODULE_TOLERANCE, *(torch.finfo(dtype).eps for dtype in coarser)])
+    modules = module_faults(source, out, texts[0].windows[0][None, :MODULE_TOKENS], tolerance)
     faults = [f"{name}: differs from the source's module by {error:.2g}" for name, error in modules.items()]
     return faults or [
         f"logits: rung 0 differs from the source by {difference['largest']:.2g} of {difference['largest_logit']:.2g} "
-        "although each module agrees; the rotary or attention settings in config.json are not the source's."
+        "although each module agrees; rotary, attention or activation settings in config.json are not the source's."
     ]
+
+
+def _dtypes_of(source: Source) -> set[torch.dtype]:
+    return {info.dtype for info in source.tensors.values()}
 
 
 def _error_record(errors: list[float], config: HySparseConfig) -> dict[str, Any]:
@@ -261,7 +267,7 @@ def run(args: argparse.Namespace) -> int:
         sample_length=args.sample_length,
         rungs=args.rungs,
     )
+    print(table(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(table(report))
     return 1 if report["faults"] else 0

@@ -133,3 +133,13 @@ def test_auto_plan_keeps_the_layer_that_is_missed_most(make_source, tmp_path):
     assert max(record["damage"], key=record["damage"].get) == "3"
     assert HySparseForCausalLM.from_pretrained(tmp_path / "out").config.layer_plan == record["plan"]
     assert record == convert(source, tmp_path / "again", **settings)
+
+
+def test_one_short_window_does_not_shorten_the_others_beginnings(make_source):
+    source, _ = make_source()
+    job = Job(open_source(source), Options(**OPTIONS))
+    windows = (*draw_ids(windows=3), draw_ids(windows=1, length=20)[0])
+    entry = DamagePass(job.config, job.mapped, windows, refit=False, tokens=999, length=48)
+    damage = entry.run()
+    assert [entry.changed[number][0].shape[1] for number in range(4)] == [48, 48, 48, 20]
+    assert damage.matrix.isfinite().all()

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from hysparse_hf import HySparseForCausalLM, convert
-from hysparse_hf.conversion.calibration import calibration_for
+from hysparse_hf.conversion.calibration import calibration_for, sample_text
 from hysparse_hf.conversion.damage import DamagePass
 from hysparse_hf.conversion.faults import sha256_of_tensor
 from hysparse_hf.conversion.fit import FittingPass, naive_value
@@ -291,3 +291,76 @@ def test_plan_without_sparse_layers_needs_no_text(make_source, tmp_path):
     expected = model(ids).logits
     difference = HySparseForCausalLM.from_pretrained(tmp_path / "out")(ids).logits - expected
     assert difference.abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_a_text_short_of_the_tokens_asked_for_is_read_to_its_end(source_with_tokenizer, tmp_path):
+    """Windows follow one another; what is left over is a window too where it is no scrap."""
+    words = [f"w{i % 89 + 1}" for i in range(170)]
+    (tmp_path / "text.txt").write_text(" ".join(words))
+    opened = open_source(source_with_tokenizer)
+
+    def windows_of(tokens, length=48):
+        found = calibration_for(opened, [tmp_path / "text.txt"], tokens=tokens, length=length, window=12).windows
+        return [[f"w{token}" for token in window.tolist()] for window in found]
+
+    assert windows_of(480) == [words[:48], words[48:96], words[96:144], words[144:]]
+    # Fewer are wanted than there are: at even distances, the last one at the end.
+    assert windows_of(96) == [words[:48], words[-48:]]
+    assert windows_of(480, length=80) == [words[:80], words[80:160]]
+
+
+def test_sampled_text_does_not_depend_on_the_sources_generation_settings(make_source):
+    source, _ = make_source(num_hidden_layers=2)
+
+    def sampled(**settings):
+        (source / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2} | settings))
+        return sample_text(open_source(source), 2, 30).record["tokens_sha256"]
+
+    plain = sampled()
+    for settings in ({"repetition_penalty": 1.3}, {"max_time": 1e-9}, {"return_dict_in_generate": True}):
+        assert sampled(**settings) == plain
+
+
+def test_ids_of_any_integer_dtype_are_read(make_source, tmp_path):
+    source, _ = make_source()
+    records = [
+        convert(source, tmp_path / str(dtype), plan="0,3", calibrate=calibration_ids().to(dtype), **SETTINGS)
+        for dtype in (torch.int64, torch.uint8)
+    ]
+    assert records[0] == records[1]
+
+
+@pytest.mark.parametrize("asked", [{"calibration_tokens": 0}, {"calibration_length": 1}, {"calibration_tokens": 9.5}])
+def test_no_text_is_refused(make_source, tmp_path, asked):
+    source, _ = make_source()
+    with pytest.raises(ValueError, match="`calibration_length` must be at least 2 and `calibration_tokens`"):
+        convert(source, tmp_path / "out", **asked, **SETTINGS)
+
+
+def test_record_says_what_was_asked_for(make_source, tmp_path):
+    source, _ = make_source()
+    record = convert(source, tmp_path / "out", calibrate=calibration_ids(), **SETTINGS)
+    assert record["calibration"]["asked"] == {"tokens": 8192, "length": 2048}
+    assert record["max_sparse_run"] == 5
+    assert convert(source, tmp_path / "naive", init="naive", **SETTINGS)["max_sparse_run"] is None
+
+
+def test_text_that_is_read_whole_is_warned_about(make_source, tmp_path, caplog):
+    source, _ = make_source()
+    with caplog.at_level("WARNING", logger="hysparse_hf.conversion.job"):
+        convert(source, tmp_path / "out", plan="0,3", calibrate=calibration_ids(windows=10), **SETTINGS)
+        assert caplog.text == ""
+        options = SETTINGS | {"budget": 64}
+        convert(source, tmp_path / "whole", plan="0,3", calibrate=calibration_ids(windows=10), **options)
+    assert "reads whole, windows of 64 tokens where a query reads 64" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"plan": "0,3"}, {"keep_kv": True}, {"architecture": "hysparse2"}], ids=str)
+def test_weights_that_are_not_finite_are_refused_where_they_show(make_source, tmp_path, edit, options):
+    source, _ = make_source()
+    edit.tensors(
+        source / "model.safetensors", lambda tensors: tensors["model.layers.2.mlp.up_proj.weight"].fill_(float("nan"))
+    )
+    with pytest.raises(ValueError, match="finite numbers on the calibration text, got NaN or infinity after layer 2"):
+        convert(source, tmp_path / "out", calibrate=calibration_ids(), **SETTINGS, **options)
+    assert not (tmp_path / "out").exists()

@@ -53,3 +53,12 @@ def test_plan_is_measured_by_whose_choice_a_layer_reads(make_source, tmp_path):
     assert (record["keys"]["new"], record["fit"]) == ({}, {})
     assert HySparseForCausalLM.from_pretrained(tmp_path / "out").config.layer_plan == record["plan"]
     assert record == convert(source, tmp_path / "again", budget=16, calibrate=ids, **SETTINGS)
+
+
+def test_text_may_be_shorter_than_a_window_that_is_not_there(make_source, tmp_path):
+    source, _ = make_source()
+    options = {"budget": 16, "block_size": 8, "window": 128, "keep_kv": True}
+    ids = torch.randint(3, 97, (2, 64), generator=torch.Generator().manual_seed(2))
+    assert convert(source, tmp_path / "out", calibrate=ids, **options)["damage"]
+    record = convert(source, tmp_path / "bare", plan="regular", init="naive", gate_granularity="none", **options)
+    assert record["keys"]["new"] == {}

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fresh_process import run_isolated
@@ -358,3 +359,42 @@ def test_E07_code_is_the_models_own_and_flat(make_source, convert_naive):
     for name, text in files.items():
         assert text == originals[name]
         assert import_rules.flat_violations(text, name, siblings) == []
+
+
+def test_place_where_nothing_can_be_made_is_refused_before_any_work(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="`out` must lie where folders can be made, got .*: Not a directory"):
+        convert(tmp_path / "source", tmp_path / "notes.txt" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_the_slower_of_two_conversions_to_one_place_is_told(tmp_path):
+    def fill(name, meanwhile=lambda: None):
+        with appearing_folder(tmp_path / "out") as folder:
+            (folder / "config.json").write_text(name)
+            meanwhile()
+
+    with pytest.raises(ValueError, match="`out` must stay a new or empty folder until the end"):
+        fill("slower", meanwhile=lambda: fill("faster"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "config.json").read_text() == "faster"
+
+
+def test_value_without_a_place_in_the_asked_dtype_is_refused_by_name(make_source, convert_naive, edit, tmp_path):
+    source, _ = make_source()
+    name = "model.layers.2.mlp.up_proj.weight"
+    edit.tensors(source / "model.safetensors", lambda tensors: tensors[name].view(-1)[0].fill_(1e5))
+    with pytest.raises(ValueError, match=rf"{name} must fit the `dtype` of the output, torch.float16, .* 1e\+05"):
+        convert_naive(source, dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert convert_naive(source, dtype="bfloat16").exists()
+
+
+def test_options_of_other_libraries_are_recorded_as_plain_ones(make_source, tmp_path):
+    source, _ = make_source()
+    numbers = {"gates": tuple(np.array([0.25, 0.75], dtype=np.float32)), "budget": np.int64(16), "block_size": 8}
+    for name, plan in (("array", np.array([0, 3])), ("range", range(0, 4, 3))):
+        record = convert(source, tmp_path / name, plan=plan, init="naive", window=12, **numbers)
+        assert json.loads((tmp_path / name / "provenance.json").read_text()) == record
+        assert record["options"]["plan"] == [0, 3]
+        assert (record["options"]["gates"], record["options"]["budget"]) == ([0.25, 0.75], 16)

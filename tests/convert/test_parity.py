@@ -236,3 +236,16 @@ def test_keys_without_the_model_prefix_are_understood(make_source, convert_naive
     edit.tensors(source / "model.safetensors", strip)
     out = convert_naive(source)
     assert dense_difference(model, out, token_ids) < 1e-5 * model(token_ids).logits.abs().max().item()
+
+
+@pytest.mark.parametrize("rope", [YARN, LLAMA3, LONGROPE], ids=lambda rope: rope["rope_type"])
+def test_original_length_beside_the_rotary_settings_is_theirs(make_source, convert_naive, token_ids, edit, rope):
+    """Phi-like files hold it there, and the library's models prefer it."""
+    source, _ = make_source()
+    name = "original_max_position_embeddings"
+    inside = {key: value for key, value in rope.items() if key != name}
+    edit.json(source / "config.json", rope_parameters=inside, **{name: rope[name]})
+    out = convert_naive(source)
+    assert json.loads((out / "config.json").read_text())["rope_parameters"][name] == rope[name]
+    expected = AutoModelForCausalLM.from_pretrained(source)(token_ids).logits
+    assert dense_difference(source, out, token_ids) < 1e-5 * expected.abs().max()

@@ -117,3 +117,13 @@ def test_plan_is_the_best_of_all(seed, num_full, longest_run):
 def test_runs_that_so_few_full_layers_cannot_break_are_refused():
     with pytest.raises(ValueError, match="`max_sparse_run` must be at least 3 for 3 full layers of 11, got 2"):
         reuse_layer_plan(torch.zeros(11, 11), 3, 2)
+
+
+def test_pieces_come_from_all_of_the_text_and_one_short_window_gives_none(make_source, monkeypatch):
+    source, _ = make_source()
+    job, embedded = job_of(source), []
+    monkeypatch.setattr("hysparse_hf.conversion.layer_stream.LayerStream.embed", lambda _, ids: embedded.extend(ids))
+    windows = (*(torch.full((32,), number) for number in range(5)), torch.full((9,), 5))
+    entry = ReusePass(job.config, job.mapped, windows, longest_run=2, pieces=8, length=16)
+    assert [int(piece[0]) for piece in embedded] == [0, 0, 1, 1, 2, 3, 3, 4]
+    assert entry.text == {"pieces": 8, "tokens": 16, "repeated": 2, "budget": 8}

@@ -239,3 +239,23 @@ def test_H09_peak_memory_stays_below_two_shards(make_source, tmp_path, family, w
     growth = [int(word) for word in done.stdout.split()]
     assert len(growth) == 2
     assert max(growth) <= 2 * largest, f"grew by {growth} bytes (kept, cast) over shards of at most {largest} bytes"
+
+
+def test_pickle_from_before_the_zip_format_is_read(make_source, convert_naive):
+    source, _ = make_source()
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    torch.save(tensors, source / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert weight_faults(source, convert_naive(source)) == []
+
+
+def test_single_file_with_an_index_of_its_own_is_read(make_source, convert_naive, tmp_path):
+    source, _ = make_source()
+    index = dict.fromkeys(load_file(source / "model.safetensors"), "model.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert weight_faults(source, convert_naive(source)) == []
+    (source / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": index | {"x": "model.safetensors"}})
+    )
+    with pytest.raises(ValueError, match=r"x is in model\.safetensors\.index\.json for model\.safetensors"):
+        open_source(source)

@@ -10,11 +10,20 @@ from safetensors.torch import load_file
 from hysparse_hf import HySparseConfig, HySparseForCausalLM, cli, compare, convert, verify
 from hysparse_hf.conversion.faults import dense_difference, module_faults, sha256_of_tensor, weight_faults
 from hysparse_hf.conversion.ladder import LADDER, load_rung, rung_config, rungs_of
-from hysparse_hf.conversion.quality import attention_errors, compare_predictions, predict, record_attention
+from hysparse_hf.conversion.quality import (
+    Figures,
+    attention_errors,
+    compare_predictions,
+    predict,
+    record_attention,
+    total_of,
+)
 from hysparse_hf.conversion.source import open_source
 from hysparse_hf.conversion.texts import Text
 
 
+# Only Qwen2's later layers have a window.
+FIRST_LAYERS_WHOLE = {"Qwen2": {"use_sliding_window": True, "max_window_layers": 2}}
 O_PROJ = "model.layers.2.self_attn.o_proj.weight"
 
 
@@ -179,7 +188,7 @@ def test_wrong_setting_in_the_configuration_is_a_fault(converted, token_ids, edi
     report = verify(source, out, text=token_ids, samples=0)
     assert len(report["faults"]) == 1
     assert report["faults"][0].startswith("logits: rung 0 differs from the source by ")
-    assert "rotary or attention settings" in report["faults"][0]
+    assert "rotary, attention or activation settings" in report["faults"][0]
     assert report["ladder"] == []
 
 
@@ -354,3 +363,133 @@ def test_compare_needs_one_vocabulary(make_source, token_ids):
     second, _ = make_source(name="second", vocab_size=120)
     with pytest.raises(ValueError, match="97 tokens in first and 120 in second"):
         compare(first, second, text=token_ids)
+
+
+def spoil_embedding(folder, edit, token):
+    """A row of the embeddings that is not a number."""
+    edit.tensors(
+        folder / "model.safetensors", lambda tensors: tensors["model.embed_tokens.weight"][token].fill_(float("nan"))
+    )
+
+
+@pytest.mark.parametrize("place", [0, 40])
+def test_nan_is_a_fault_and_no_perfect_match(make_source, convert_naive, token_ids, edit, place):
+    source, _ = make_source()
+    spoil_embedding(source, edit, token_ids[0, place])
+    report = verify(source, convert_naive(source), text=token_ids[:1], samples=0)
+    assert report["faults"] == [
+        "logits: not finite on rung 0 or in the source; look for weights that are not finite in the source."
+    ]
+
+
+def test_nan_stays_nan_in_a_comparison(converted, token_ids, edit, tmp_path):
+    source, model, out = converted
+    spoil_embedding(out, edit, token_ids[0, 40])
+    report = compare(source, out, text=token_ids[:1])
+    assert math.isnan(report["kl"])
+    assert math.isnan(report["perplexity"])
+    assert math.isfinite(report["first_perplexity"])
+
+
+def test_perplexity_beyond_any_float_is_infinite():
+    figures = Figures(tokens=2, loss_second=2000.0)
+    assert figures.record()["perplexity"] == math.inf
+
+
+def test_largest_difference_keeps_a_nan_in_either_order():
+    for pair in ((1.0, math.nan), (math.nan, 1.0)):
+        total = total_of([Figures(largest_difference=value) for value in pair])
+        assert math.isnan(total.largest_difference)
+
+
+def test_another_plan_than_was_converted_is_a_fault(make_source, convert_naive, token_ids, edit):
+    """Nothing else of such a checkpoint says which layers were full: its tensors fit every plan."""
+    source, _ = make_source()
+    out = convert_naive(source, keep_kv=True, plan="0,3")
+    edit.json(out / "config.json", layer_plan=["full", "sparse", "full", "sparse", "sparse"])
+    assert verify(source, out, text=token_ids, samples=0)["faults"] == [
+        "model.layers.2: is full by config.json, and was made sparse, by provenance.json",
+        "model.layers.3: is sparse by config.json, and was made full, by provenance.json",
+    ]
+
+
+def test_new_parameter_that_changed_is_named(converted, edit):
+    source, _, out = converted
+    name = "model.layers.1.self_attn.gate_local_proj.bias"
+    edit.tensors(out / "model.safetensors", lambda tensors: tensors[name].add_(1.0))
+    assert weight_faults(source, out) == [f"{name}: is not what was written, by the hash in provenance.json"]
+
+
+def test_missing_provenance_is_said_beside_the_tensors_that_it_would_explain(converted, token_ids, edit):
+    source, _, out = converted
+    assert verify(source, out, text=token_ids, samples=0, rungs=[0])["faults"] == []
+    plant_fit(out, edit)
+    (out / "provenance.json").unlink()
+    faults = verify(source, out, text=token_ids, samples=0)["faults"]
+    assert faults[0].startswith(f"{O_PROJ}: differs from the source's")
+    assert faults[1:] == ["provenance.json: missing, so a fitted tensor cannot be told from a wrong one"]
+
+
+def test_wrong_setting_of_a_cast_checkpoint_is_not_blamed_on_its_rounding(make_source, convert_naive, token_ids, edit):
+    source, _ = make_source()
+    out = convert_naive(source, dtype="bfloat16")
+    edit.json(out / "config.json", hidden_act="gelu")
+    (fault,) = verify(source, out, text=token_ids, samples=0)["faults"]
+    assert "each module agrees; rotary, attention or activation settings" in fault
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2"])
+def test_H18_text_beyond_the_sources_window_is_refused_by_name(make_source, convert_naive, token_ids, family):
+    source, _ = make_source(family, sliding_window=24, **FIRST_LAYERS_WHOLE.get(family, {}))
+    out = convert_naive(source)
+    with pytest.raises(ValueError, match=r"within the sliding window of source \(24 tokens\), got windows of 64"):
+        verify(source, out, text=token_ids, samples=0)
+    assert verify(source, out, text=token_ids[:, :24], samples=0)["faults"] == []
+
+
+def test_H18_files_are_cut_to_the_sources_window(make_source, convert_naive, letters, tmp_path, caplog):
+    source, _ = make_source("Mistral", sliding_window=24)
+    letters.save_pretrained(source)
+    (tmp_path / "text.txt").write_text("The river runs past the mill. " * 40)
+    out = convert_naive(source)
+    with caplog.at_level("WARNING", logger="hysparse_hf.conversion.calibration"):
+        report = verify(source, out, text=tmp_path / "text.txt", length=64, samples=0)
+    assert report["faults"] == []
+    # As many windows as hold the tokens asked for.
+    assert report["text"] == [{"name": "text.txt", "tokens": 3 * 24}]
+    assert "cut to the sliding window of source, 24 tokens" in caplog.text
+
+
+def test_report_is_printed_before_a_file_that_cannot_be_written(with_tokenizer, tmp_path, capsys):
+    source, out, texts = with_tokenizer
+    arguments = ["--text", str(texts[0]), "--length", "64", "--json", str(tmp_path / "nowhere" / "report.json")]
+    assert cli.main(["verify", str(source), str(out), "--samples", "0", *arguments]) == 1
+    assert cli.main(["compare", str(source), str(out), *arguments]) == 1
+    printed = capsys.readouterr()
+    assert "3 keys and values of the full layer" in printed.out
+    assert "same token" in printed.out
+    assert printed.err.count("nowhere") == 2
+
+
+def test_compare_warns_of_text_inside_the_budget(converted, token_ids, caplog):
+    source, _, out = converted
+    with caplog.at_level("WARNING", logger="hysparse_hf.conversion.texts"):
+        compare(source, out, text=token_ids)
+        assert caplog.text == ""
+        compare(source, out, text=token_ids[:, :16])
+    assert "Nothing is left out in text for out of 16 tokens, since a query reads 16" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ([], "`text` must name at least one text file, got none"),
+        (torch.full((1, 20), 5000), r"`text` must hold token ids of the source \(0 to 96\)"),
+        (torch.full((1, 1), 5), "`text` must have a token to predict after another, got 1 of token ids"),
+    ],
+    ids=["none", "other-ids", "one-token"],
+)
+def test_text_that_cannot_be_measured_on_is_named(converted, text, match):
+    source, _, out = converted
+    with pytest.raises(ValueError, match=match):
+        compare(source, out, text=text)
