@@ -105,7 +105,8 @@ KILLER = """
             setattr(owner, attribute, dying(getattr(owner, attribute), int(left)))
             convert(sys.argv[1], os.path.join(sys.argv[2], name), init="naive")
             os._exit(0)
-        print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        # Flushed, or the next child inherits it and may print it again.
+        print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
