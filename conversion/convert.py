@@ -52,9 +52,10 @@ def convert(
         plan (`str` or `Sequence[int]`, *optional*): the full layers, `"regular"`, or `"auto"`: those whose attention
             is missed most, measured on the calibration text (`damage`; with `keep_kv` those whose choices lose least
             for the layers after them, `reuse_damage`). Default: auto, and regular with `init="naive"`. For the second
-            generation the full layers of both halves, `"0,7/15,19"`; auto leaves the border and the number of full
-            layers in each half where the regular plan has them.
-        max_sparse_run (`int`, *optional*): sparse layers in a row that auto may choose, at most; default N + 2.
+            generation the full layers of both halves, `"0,7/15,19"`; auto chooses those of the self-decoder, as many
+            as in the regular plan, and leaves the border and the cross-decoder as there.
+        max_sparse_run (`int`, *optional*): sparse layers in a row that auto may choose, at most, or window layers of
+            the second generation; default N + 2.
         keep_kv (`bool`): the mode that needs no training: each sparse layer keeps its own keys and values in full
             length and reads the blocks that its full layer selected; no window, gates or sinks, nothing is fitted.
             It saves time and no memory.

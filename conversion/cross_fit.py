@@ -62,18 +62,16 @@ class CrossValues:
 
 @dataclass(frozen=True)
 class CrossFit:
-    """What a layer starts with, the figures that a record says of it, and what that comes to on the same windows.
+    """What a layer starts with, the figures that a record says of it, and what sparse layers read of it.
 
     Args:
         values (`CrossValues`): of the layer.
         figures (`dict`): errors, relative to what they are errors of.
-        outputs (`list[torch.Tensor]`): per window what the attention gives, `(length, hidden)`, without its bias.
         given (`list[Given]`): per window what a full layer gives to sparse ones: key, value, token indices.
     """
 
     values: CrossValues
     figures: dict[str, float]
-    outputs: list[torch.Tensor]
     given: list[Given] = field(default_factory=list)
 
 
@@ -102,7 +100,7 @@ class CrossFitter:
         layer: HySparseDecoderLayer,
         inputs: Sequence[AttentionInputs],
         offered: Sequence[torch.Tensor],
-        values: torch.Tensor | None = None,
+        values: torch.Tensor,
     ) -> CrossFit:
         """Fit a full layer.
 
@@ -110,8 +108,7 @@ class CrossFitter:
             layer (`HySparseDecoderLayer`): with the source's weights; it is left as it is.
             inputs (`AttentionInputs`): of its attention in the source, per window.
             offered (`torch.Tensor`): per window what the layer of the self-decoder reads, `(1, length, hidden)`.
-            values (`torch.Tensor`, *optional*): the projection of values, as from `ValueMoments`; without it they are
-                fitted to the layer's own.
+            values (`torch.Tensor`): the projection of values, as from `ValueMoments`.
         """
         attention = copy.deepcopy(layer.self_attn)
         own, read = (torch.cat([states[0] for states in part]) for part in ([part.states for part in inputs], offered))
@@ -121,8 +118,7 @@ class CrossFitter:
             figures[f"{name}_copied"] = _relative_error(read @ projection.weight.T, target)
             fitted = ridge_towards(read, target, torch.zeros_like(projection.weight), BRIDGE_RIDGE)
             figures[f"{name}_fitted"] = _relative_error(read @ fitted.T, target)
-            is_joint = name == "value" and values is not None
-            projection.load_state_dict({"weight": values if is_joint else fitted}, strict=False)
+            projection.load_state_dict({"weight": values if name == "value" else fitted}, strict=False)
         projections = {"k_proj.weight": attention.k_proj.weight, "v_proj.weight": attention.v_proj.weight}
         given, heads = [], []
         for part, states in zip(inputs, offered, strict=True):
@@ -147,7 +143,7 @@ class CrossFitter:
             weight = ridge_towards(joined, target, weight, OUTPUT_RIDGE)
             figures["error_refit"] = _relative_error(joined @ weight.T, target)
         projections["o_proj.weight"] = weight
-        return CrossFit(CrossValues(projections), _rounded(figures), [part @ weight.T for part in heads], given)
+        return CrossFit(CrossValues(projections), _rounded(figures), given)
 
     def fit_sparse(
         self, layer: HySparseDecoderLayer, inputs: Sequence[AttentionInputs], given: Sequence[Given]
@@ -170,8 +166,7 @@ class CrossFitter:
                 values, weight=ridge_towards(values.gated(evidence), evidence.target, values.weight, OUTPUT_RIDGE)
             )
             figures["error_refit"] = values.error(evidence)
-        outputs = [values.gated(part) @ values.weight.T for part in parts]
-        return CrossFit(CrossValues(projections, values), _rounded(figures), outputs)
+        return CrossFit(CrossValues(projections, values), _rounded(figures))
 
     def _keys_and_values(
         self, attention: HySparseAttention, states: torch.Tensor

@@ -34,9 +34,13 @@ CHUNK_ELEMENTS = 32 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Damage:
-    """KL to the teacher `(layers, layers)`, float64: the diagonal of each layer alone, the rest of pairs."""
+    """KL to the teacher `(layers, layers)`, float64: the diagonal of each layer alone, the rest of pairs.
+
+    `kind` is what plans call a layer that is replaced.
+    """
 
     matrix: torch.Tensor
+    kind: str = "sparse"
 
     replacement: ClassVar[str] = "becomes a fitted window"
     text: ClassVar[None] = None
@@ -46,8 +50,8 @@ class Damage:
         return self.matrix[layers][:, layers].sum().item()
 
     def of_plan(self, layer_plan: list[str]) -> float:
-        """The estimate for all sparse layers of a plan together."""
-        return self.of([layer for layer, kind in enumerate(layer_plan) if kind == "sparse"])
+        """The estimate for all layers of a plan together that are replaced."""
+        return self.of([layer for layer, kind in enumerate(layer_plan) if kind == self.kind])
 
     def alone(self) -> Any:
         """Damage of each layer alone."""

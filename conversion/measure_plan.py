@@ -29,14 +29,13 @@ def measure_plan(
     Args:
         source, architecture, ratio, max_sparse_run, keep_kv, window, calibrate, calibration_tokens,
             calibration_length: as in `convert`.
-        budget (`int`), block_size (`int`): as there; say something with `keep_kv`, the budget also for the second
-            generation.
+        budget (`int`), block_size (`int`): as there; say something with `keep_kv` only.
     Returns:
         `dict`: `damage`: per layer the KL to the source when its attention alone becomes the window that it can be
         fitted to; `plans`: for `regular` and `auto` the `full` layers, the `option` of `convert` that asks for them,
         and the `estimate`, the KL of all sparse layers together, pairs included, by that measure. For the second
-        generation `damage` has a column per replacement: kind -> layer -> KL, and the estimate is of all that differs
-        from the source. With `keep_kv` it has a column per full layer that is tried, as many layers before this one
+        generation all of it is about the windows of the self-decoder; the cross-decoder's plan is the regular one.
+        With `keep_kv` the damage has a column per full layer that is tried, as many layers before this one
         as its name says, and the estimate is the sum. `replacement` says in words what became of the layer, and `text`
         on what that was measured where it is not the calibration text as it is.
     Raises:

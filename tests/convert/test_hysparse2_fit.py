@@ -249,34 +249,23 @@ def test_fitted_start_is_nearer_to_the_source_and_still_its_conversion(make_sour
 
 
 @torch.no_grad()
-def test_output_of_a_fit_is_what_the_converted_layer_gives(make_source, tmp_path):
-    """The layer, loaded with its values and given the source's states, against what the fit was judged by."""
+def test_error_of_a_fit_is_that_of_the_converted_layer(make_source, tmp_path):
+    """Each layer, loaded with its values and given the source's states, against what the source's attention gives."""
     source, model = make_source(num_hidden_layers=7, attention_bias=True)
     ids = draw_ids()
-    convert(source, tmp_path / "out", architecture="hysparse2", calibrate=ids, **OPTIONS)
-    outputs = {}
-
-    def keep(name):
-        def fit(self, layer, inputs, *args):
-            found = original[name](self, layer, inputs, *args)
-            outputs[len(outputs)] = found.outputs[0] + layer.self_attn.o_proj.bias
-            return found
-
-        return fit
-
-    original = {name: getattr(CrossFitter, name) for name in ("fit_full", "fit_sparse")}
-    job = make_job(source)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in original:
-            patch.setattr(CrossFitter, name, keep(name))
-        BridgedFittingPass(job.config, job.mapped, tuple(ids), refit=True).run()
-    states = inputs_of(model, ids[:1])
+    record = convert(source, tmp_path / "out", architecture="hysparse2", calibrate=ids, **OPTIONS)
     student = HySparse2ForCausalLM.from_pretrained(tmp_path / "out").eval()
-    found = {}
-    for index, layer in enumerate(student.model.layers):
-        attention = layer.self_attn
-        attention.register_forward_pre_hook(lambda _, args, i=index: (states[i][None], *args[1:]))
-        attention.register_forward_hook(lambda _, args, out, i=index: found.update({i: out[0][0]}))
-    student(ids[:1])
-    for place, layer in enumerate(range(2, 7)):
-        torch.testing.assert_close(found[layer], outputs[place], rtol=1e-3, atol=1e-3)
+    states, wanted, found = {}, {}, {}
+    for index, (theirs, ours) in enumerate(zip(model.model.layers, student.model.layers, strict=True)):
+        theirs.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs, i=index: states.update({i: kwargs["hidden_states"]}), with_kwargs=True
+        )
+        theirs.self_attn.register_forward_hook(lambda _, args, out, i=index: wanted.update({i: out[0]}))
+        ours.self_attn.register_forward_pre_hook(lambda _, args, i=index: (states[i], *args[1:]))
+        ours.self_attn.register_forward_hook(lambda _, args, out, i=index: found.update({i: out[0]}))
+    model(ids)
+    student(ids)
+    for layer in range(2, 7):
+        bias = student.model.layers[layer].self_attn.o_proj.bias
+        error = (found[layer] - wanted[layer]).norm() / (wanted[layer] - bias).norm()
+        assert error.item() == pytest.approx(record["fit"][str(layer)]["error_refit"], rel=1e-2, abs=1e-4)

@@ -1,4 +1,4 @@
-"""Measured plans of both halves: what each replacement costs, the cheapest plan, and what the commands say of it."""
+"""Measured plans of the self-decoder: what each window costs, the cheapest plan, and what the commands say of it."""
 
 import itertools
 
@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from hysparse_hf import HySparse2Config, HySparse2ForCausalLM, cli, convert, measure_plan
-from hysparse_hf.conversion.cross_fit import CrossFitter
-from hysparse_hf.conversion.halves_damage import HalvesDamage, HalvesDamagePass, check_halves, measured_halves
+from hysparse_hf.conversion.damage import Damage
+from hysparse_hf.conversion.halves_damage import HalvesDamagePass, check_halves, measured_halves
 from hysparse_hf.conversion.job import Job, Options
 from hysparse_hf.conversion.source import open_source
 
@@ -34,60 +34,30 @@ def divergence(model, layer, outputs):
     return F.kl_div(changed, expected, log_target=True, reduction="none").sum(-1).mean().item()
 
 
-def test_damage_is_the_divergence_that_each_replacement_makes(make_source, monkeypatch):
+def test_damage_is_the_divergence_that_each_window_makes(make_source, monkeypatch):
     source, model = make_source(num_hidden_layers=7, attention_bias=True)
-    outputs = {}
+    outputs = []
     replacements = HalvesDamagePass.replacements
 
-    def keep(self, index, layer, inputs):
-        before = len(self.tried)
-        found = replacements(self, index, layer, inputs)
-        outputs.update(zip(self.tried[before:], found, strict=True))
+    def keep(self, *arguments):
+        found = replacements(self, *arguments)
+        outputs.extend(found)
         return found
 
     monkeypatch.setattr(HalvesDamagePass, "replacements", keep)
     job = make_job(source)
     damage = HalvesDamagePass(job.config, job.mapped, tuple(IDS), refit=True, tokens=192, stride=1).run()
-    tried = [(layer, "window") for layer in range(3)] + [(4, "full")]
-    tried += [(layer, kind) for layer in (5, 6) for kind in ("full", "sparse")]
-    assert list(damage.tried) == tried
-    for row, (layer, kind) in enumerate(tried):
-        assert damage.matrix[row, row].item() == pytest.approx(
-            divergence(model, layer, outputs[layer, kind]), rel=1e-3
-        )
-        assert damage.record()[kind][str(layer)] == pytest.approx(damage.matrix[row, row].item(), abs=1e-5)
+    # The fourth layer is the bridge's.
+    assert damage.matrix.shape == (3, 3)
+    expected = [divergence(model, layer, output) for layer, output in enumerate(outputs)]
+    assert damage.matrix.diagonal().tolist() == pytest.approx(expected, rel=1e-3)
+    assert [*damage.record().values()] == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
-def test_sparse_layers_are_tried_on_what_the_layer_before_them_would_give(make_source, monkeypatch):
-    source, _ = make_source(num_hidden_layers=7)
-    given, read = {}, {}
-    full, sparse = CrossFitter.fit_full, CrossFitter.fit_sparse
-
-    def keep_full(self, layer, inputs, offered):
-        fit = full(self, layer, inputs, offered)
-        given[layer.self_attn.layer_idx] = fit.given
-        return fit
-
-    def keep_sparse(self, layer, inputs, others):
-        read[layer.self_attn.layer_idx] = others
-        return sparse(self, layer, inputs, others)
-
-    monkeypatch.setattr(CrossFitter, "fit_full", keep_full)
-    monkeypatch.setattr(CrossFitter, "fit_sparse", keep_sparse)
-    job = make_job(source)
-    HalvesDamagePass(job.config, job.mapped, tuple(IDS), refit=False).run()
-    assert read.keys() == {5, 6}
-    assert all(read[layer] is given[layer - 1] for layer in read)
-
-
-def random_damage(config, seed):
-    border, layers = len(config.self_layer_plan), len(config.layer_plan)
-    tried = [(layer, "window") for layer in range(border - 1)]
-    tried += [(layer, "full") for layer in range(border, layers)]
-    tried += [(layer, "sparse") for layer in range(border + 1, layers)]
-    factor = torch.randn(len(tried), 3, generator=torch.Generator().manual_seed(seed)).double()
-    scale = torch.rand(len(tried), generator=torch.Generator().manual_seed(seed)).double() + 0.2
-    return HalvesDamage(factor @ factor.T * 0.05 + torch.diag(scale), tuple(tried))
+def random_damage(layers, seed):
+    factor = torch.randn(layers, 3, generator=torch.Generator().manual_seed(seed)).double()
+    scale = torch.rand(layers, generator=torch.Generator().manual_seed(seed)).double() + 0.2
+    return Damage(factor @ factor.T * 0.05 + torch.diag(scale), kind="window")
 
 
 def longest_run(plan):
@@ -96,30 +66,25 @@ def longest_run(plan):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_measured_plan_is_the_cheapest_one(seed):
-    """Of every plan with as many full layers in each half, and runs as short."""
+    """Of every self-decoder with as many full layers, and runs as short; the cross-decoder stays."""
     config = HySparse2Config(
-        self_layer_plan=["full", "window", "window", "full", "full"],
-        cross_layer_plan=["full", "sparse", "sparse", "full", "sparse"],
+        self_layer_plan=["full", "window", "window", "full", "full"], cross_layer_plan=["full", "sparse", "sparse"]
     )
-    damage = random_damage(config, seed)
-    found = measured_halves(damage, config, 2)
-    halves = []
-    for other, plan, end in (("window", config.self_layer_plan, -1), ("sparse", config.cross_layer_plan, 0)):
-        count = plan.count("full")
-        plans = (list(kinds) for kinds in itertools.product(("full", other), repeat=5))
-        halves.append([p for p in plans if p.count("full") == count and p[end] == "full" and longest_run(p) <= 2])
-    cross = ["full"] * 5
-    costs = [(damage.of_plan(first + cross), first) for first in halves[0]]
-    assert found["self_layer_plan"] == min(costs)[1]
-    windowless = ["full"] * 5
-    costs = [(damage.of_plan(windowless + second), second) for second in halves[1]]
-    assert found["cross_layer_plan"] == min(costs)[1]
+    damage = random_damage(4, seed)
+    plans = [[*kinds, "full"] for kinds in itertools.product(("full", "window"), repeat=4)]
+    plans = [plan for plan in plans if plan.count("full") == 3 and longest_run(plan) <= 2]
+    cheapest = min(plans, key=lambda plan: damage.of_plan(plan + config.cross_layer_plan))
+    assert measured_halves(damage, config, 2) == {
+        "self_layer_plan": cheapest,
+        "cross_layer_plan": config.cross_layer_plan,
+    }
 
 
-def test_two_layers_have_one_plan():
-    config = HySparse2Config(self_layer_plan=["full"], cross_layer_plan=["full"])
-    damage = HalvesDamage(torch.ones(1, 1).double(), ((1, "full"),))
-    assert measured_halves(damage, config, 1) == {"self_layer_plan": ["full"], "cross_layer_plan": ["full"]}
+def test_two_layers_have_one_plan(make_source):
+    source, _ = make_source(num_hidden_layers=2)
+    job = make_job(source)
+    damage = HalvesDamagePass(job.config, job.mapped, tuple(IDS), refit=True).run()
+    assert measured_halves(damage, job.config, 1) == {"self_layer_plan": ["full"], "cross_layer_plan": ["full"]}
 
 
 def test_runs_are_checked_in_each_half():
@@ -127,8 +92,10 @@ def test_runs_are_checked_in_each_half():
         self_layer_plan=["window", "window", "full"], cross_layer_plan=["full", "sparse", "sparse", "sparse"]
     )
     check_halves(config, 3)
-    with pytest.raises(ValueError, match="at least 3 for 1 full layers of 4, got 2"):
+    with pytest.raises(ValueError, match="at least 3, the sparse layers in a row of the cross-decoder, got 2"):
         check_halves(config, 2)
+    with pytest.raises(ValueError, match="at least 2 for 1 full layers of 3, got 1"):
+        check_halves(config, 1)
 
 
 def test_plan_is_that_of_a_conversion(make_source, tmp_path):
@@ -145,14 +112,13 @@ def test_plan_is_that_of_a_conversion(make_source, tmp_path):
     first, second = ([str(layer) for layer in full if (layer < border) == is_self] for is_self in (True, False))
     assert report["plans"]["auto"]["option"] == f"{','.join(first)}/{','.join(second)}"
     assert report["plans"]["auto"]["estimate"] <= report["plans"]["regular"]["estimate"]
-    for kind, column in report["damage"].items():
-        assert [*record["damage"][kind].values()] == pytest.approx([*column.values()], abs=1e-5)
+    assert [*record["damage"].values()] == pytest.approx(report["damage"], abs=1e-5)
     again = convert(source, tmp_path / "again", **OPTIONS | {"plan": report["plans"]["auto"]["option"]})
     assert again["plan"] == record["plan"]
     assert again["fit"] == record["fit"]
 
 
-def test_command_prints_a_column_per_replacement_and_the_plan_to_give(make_source, letters, tmp_path, capsys):
+def test_command_prints_each_window_and_the_plan_to_give(make_source, letters, tmp_path, capsys):
     source, _ = make_source()
     letters.save_pretrained(source)
     text = tmp_path / "text.txt"
@@ -161,7 +127,7 @@ def test_command_prints_a_column_per_replacement_and_the_plan_to_give(make_sourc
     options += ["--calibration-tokens", "192", "--calibration-length", "96", "--architecture", "hysparse2"]
     assert cli.main(["plan", str(source), *options]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[1].split() == ["layer", "window", "full", "sparse", "regular", "auto"]
-    assert [line.split()[0] for line in printed[2:-1]] == ["0", "1", "3", "4", "all"]
+    assert printed[1].split() == ["layer", "KL", "regular", "auto"]
+    assert [line.split()[0] for line in printed[2:-1]] == ["0", "1", "all"]
     # Of five layers at 1:3 the third is the bridge's, the fourth is full and the last is sparse.
     assert printed[-1] == "--plan 0,2/3" or printed[-1] == "--plan 1,2/3"

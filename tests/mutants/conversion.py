@@ -74,10 +74,4 @@ MUTANTS = {
         "longest_run)",
         f"{PLAN}::test_measured_plan_is_the_cheapest_one",
     ),
-    "sparse-layers-tried-on-their-own-keys": Mutant(
-        "conversion/halves_damage.py",
-        "self.fitter.fit_sparse(layer, inputs, self.given)",
-        "self.fitter.fit_sparse(layer, inputs, full.given)",
-        f"{PLAN}::test_sparse_layers_are_tried_on_what_the_layer_before_them_would_give",
-    ),
 }
