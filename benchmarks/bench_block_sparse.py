@@ -41,7 +41,7 @@ def attend(query, key, value, indices, *, sink, block_size=BLOCK_SIZE, backend="
 
 def measure(shape: str, n: int, baselines: Baselines) -> Iterator[Row]:
     """Rows of one shape and length, for each kind of choice, and for blocks of other sizes."""
-    for kind in ("correlated", "random", "recorded") if n == RECORDED_LENGTH else ("correlated", "random"):
+    for kind in ("correlated", "random", "first", *(["recorded"] if n == RECORDED_LENGTH else [])):
         yield from measure_set(shape, n, baselines, kind, BLOCK_SIZE)
     for block_size in OTHER_BLOCK_SIZES if n <= LONGEST_FOR_OTHERS else ():
         yield from measure_set(shape, n, baselines, "correlated", block_size)

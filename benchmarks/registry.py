@@ -122,7 +122,8 @@ def index_set(kind: str, kv_heads: int, n: int, n_selected: int = N_SELECTED, bl
     """Indices `(1, kv_heads, n, n_selected)`: every query chooses its own block and others among those it sees.
 
     `random` draws from all of them, `correlated` from a pool twice as large as the choice (32 blocks of 64) that 64
-    neighbouring queries share; `recorded` are the first of a real model's.
+    neighbouring queries share, `first` in the same way but for the first block, which all choose, as heads of trained
+    models do; `recorded` are the first of a real model's.
     """
     if kind == "recorded":
         return recorded_set(kv_heads)[:, :, :n]
@@ -133,11 +134,13 @@ def index_set(kind: str, kv_heads: int, n: int, n_selected: int = N_SELECTED, bl
     for start in range(0, n, 4096):
         own = torch.arange(start, min(n, start + 4096), device="cuda") // block_size
         scores = torch.rand(kv_heads, len(own), blocks, device="cuda", generator=generator)
-        if kind == "correlated":
+        if kind in ("correlated", "first"):
             pool = torch.rand(kv_heads, len(own) // 64, blocks, device="cuda", generator=generator)
             pool = pool.masked_fill(ids > own[::64, None], -1)
             kept = pool.topk(min(2 * n_selected, blocks), -1).indices
             scores += torch.zeros_like(pool).scatter_(2, kept, 1.0).repeat_interleave(64, 1)
+        if kind == "first":
+            scores[..., 0] = 3.0
         scores = scores.masked_fill(ids > own[:, None], -1)
         scores.scatter_(2, own[None, :, None].expand(kv_heads, -1, 1), 3.0)
         values, chosen = scores.topk(min(n_selected, blocks), -1)

@@ -2,6 +2,10 @@
 
 dq comes from the tiles of queries over the union of their blocks, dk and dv from each block's own list of the queries
 that chose it. Each sum has one owner and one order, so results repeat bitwise.
+
+Nearly every query of a trained model chooses the first block. So the array of all lists is cut at multiples of a
+length, and a long list is summed piece by piece: what stands behind a cut, up to the next one, by programs of its own,
+the beginning by the program of the block, which adds the pieces in their order.
 """
 
 import torch
@@ -45,6 +49,12 @@ LAUNCH_DKDV = {
     (4, 128): (32, 32, 4, 1),
     (4, 256): (16, 32, 4, 1),
 }
+
+
+# A piece of a list has at least so many rows (queries times their group), so that its sums are cheap beside its
+# products, and all of one call are at most so many, in blocks of 64: 256 bytes per dimension of keys and values each.
+PIECE_ROWS = 4096
+MOST_PIECES = 1024
 
 
 @triton.jit
@@ -182,6 +192,19 @@ def _block_sparse_dq_kernel(
 
 
 @triton.jit
+def _list_at(offsets_ptr, place, num_lists):
+    """The list that holds a place in the array of all lists, which must be before the end of the last one."""
+    low = 0
+    high = num_lists
+    while low + 1 < high:
+        middle = (low + high) // 2
+        before = tl.load(offsets_ptr + middle) <= place
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_lists", "piece"])
 def _block_sparse_dkdv_kernel(
     q_ptr,
     key_desc,
@@ -191,6 +214,7 @@ def _block_sparse_dkdv_kernel(
     refine_ptr,
     dk_ptr,
     dv_ptr,
+    sums_ptr,
     queries_ptr,
     begins_ptr,
     offsets_ptr,
@@ -210,6 +234,8 @@ def _block_sparse_dkdv_kernel(
     q_len,
     kv_len,
     num_blocks,
+    num_lists,
+    piece,
     scale,
     scaling,
     one,
@@ -224,17 +250,40 @@ def _block_sparse_dkdv_kernel(
     BLOCK_SIZE: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    HAS_PIECES: tl.constexpr,
+    IS_PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk and dv of one block of key columns (or a part of one) from the queries that chose it, a few at a time."""
-    batch = tl.program_id(1) // KV_HEADS
-    kv_head = tl.program_id(1) % KV_HEADS
+    """dk and dv of one block of key columns (or a part of one) from the queries that chose it, a few at a time.
+
+    With `IS_PIECE` only their sums over the queries between one cut and the next, where the list is long.
+    """
     SPLIT: tl.constexpr = BLOCK_SIZE // BLOCK_N
-    column = tl.program_id(0) * BLOCK_N
+    part = tl.program_id(0) % SPLIT
+    if IS_PIECE:
+        cut = (tl.program_id(0) // SPLIT + 1).to(tl.int64) * piece
+        if cut >= tl.load(offsets_ptr + num_lists):
+            return
+        unit = _list_at(offsets_ptr, cut, num_lists)
+    else:
+        unit = tl.program_id(0) // SPLIT
+    begin = tl.load(offsets_ptr + unit)
+    end = tl.load(offsets_ptr + unit + 1)
+    # Places in the list itself: those of this program.
+    first = 0
+    length = (end - begin).to(tl.int32)
+    is_long = length > 2 * piece
+    if IS_PIECE:
+        if (not is_long) | (cut == begin):
+            return
+        first = (cut - begin).to(tl.int32)
+        length = tl.minimum(length, first + piece)
+    elif HAS_PIECES and is_long:
+        length = ((begin // piece + 1) * piece - begin).to(tl.int32)
+    batch = unit // num_blocks // KV_HEADS
+    kv_head = unit // num_blocks % KV_HEADS
+    column = unit % num_blocks * BLOCK_SIZE + part * BLOCK_N
     columns = column + tl.arange(0, BLOCK_N)
-    offsets_ptr += tl.program_id(1) * num_blocks + tl.program_id(0) // SPLIT
-    begin = tl.load(offsets_ptr)
-    length = (tl.load(offsets_ptr + 1) - begin).to(tl.int32)
     queries_ptr += begin
     k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
     v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
@@ -251,8 +300,8 @@ def _block_sparse_dkdv_kernel(
     n_masked = BLOCK_SIZE
     if HAS_FIRST:
         n_masked = length
-    for entry in tl.range(0, length, TILE_Q):
-        # Rows past the list's end repeat its last query: what they load exists, and `load_terms` turns them off.
+    for entry in tl.range(first, length, TILE_Q):
+        # Rows past the end repeat the last query: what they load exists, and `load_terms` turns them off.
         place = entry + tl.minimum(rows // GROUP, TILE_Q - 1)
         valid = (rows // GROUP < TILE_Q) & (place < length)
         place = tl.minimum(place, length - 1)
@@ -276,8 +325,22 @@ def _block_sparse_dkdv_kernel(
             # Past a short row's end the cache may hold anything, and 0 * NaN is NaN.
             ds = tl.where(columns[:, None] <= (start + steps)[None, :], ds, 0.0)
         dk = add_product(dk, ds.to(q.dtype), q, one, PRECISION)
-    store_key_gradient(dk_ptr, dk * scaling, tl.program_id(1), columns, kv_len, HEAD_DIM, BLOCK_D)
-    store_key_gradient(dv_ptr, dv, tl.program_id(1), columns, kv_len, V_DIM, BLOCK_DV)
+    key_place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    value_place = BLOCK_N * BLOCK_D + tl.arange(0, BLOCK_N)[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
+    SUMS: tl.constexpr = BLOCK_N * (BLOCK_D + BLOCK_DV)
+    if IS_PIECE:
+        sums_ptr += tl.program_id(0).to(tl.int64) * SUMS
+        tl.store(sums_ptr + key_place, dk)
+        tl.store(sums_ptr + value_place, dv)
+    else:
+        if HAS_PIECES and is_long:
+            for cut in tl.range(begin // piece + 1, (end - 1) // piece + 1):
+                sums = sums_ptr + ((cut - 1) * SPLIT + part) * SUMS
+                dk += tl.load(sums + key_place)
+                dv += tl.load(sums + value_place)
+        row = unit // num_blocks
+        store_key_gradient(dk_ptr, dk * scaling, row, columns, kv_len, HEAD_DIM, BLOCK_D)
+        store_key_gradient(dv_ptr, dv, row, columns, kv_len, V_DIM, BLOCK_DV)
 
 
 def block_sparse_backward(
@@ -357,26 +420,51 @@ def block_sparse_backward(
         block_m = max(block_m, triton.next_power_of_2(group))
         block_n = min(block_n, block_size)
         num_blocks = triton.cdiv(kv_len, block_size)
-        _block_sparse_dkdv_kernel[(num_blocks * (block_size // block_n), batch * kv_heads)](
-            query,
-            key_descriptor(key, block_n),
-            key_descriptor(value, block_n),
-            grad_output,
-            terms,
-            refine,
-            dk,
-            dv,
-            layouts.queries,
-            layouts.begins,
-            layouts.offsets,
-            kv_len=kv_len,
-            num_blocks=num_blocks,
-            TILE_Q=block_m // group,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=warps,
-            num_stages=stages,
-            enable_fp_fusion=may_fuse(query),
-            **common,
-        )
+        num_lists = batch * kv_heads * num_blocks
+        piece, pieces = list_pieces(layouts, q_len, group, block_size)
+        sums = None
+        if pieces:
+            width = padded_dim(dim) + padded_dim(v_dim)
+            sums = torch.empty((pieces, block_size, width), dtype=torch.float32, device=query.device)
+        # The pieces first: the programs of the blocks add their sums.
+        for is_piece, units in ((True, pieces), (False, num_lists)):
+            if not units:
+                continue
+            _block_sparse_dkdv_kernel[(units * (block_size // block_n),)](
+                query,
+                key_descriptor(key, block_n),
+                key_descriptor(value, block_n),
+                grad_output,
+                terms,
+                refine,
+                dk,
+                dv,
+                sums,
+                layouts.queries,
+                layouts.begins,
+                layouts.offsets,
+                kv_len=kv_len,
+                num_blocks=num_blocks,
+                num_lists=num_lists,
+                piece=piece,
+                TILE_Q=block_m // group,
+                BLOCK_M=block_m,
+                BLOCK_N=block_n,
+                HAS_PIECES=sums is not None,
+                IS_PIECE=is_piece,
+                num_warps=warps,
+                num_stages=stages,
+                enable_fp_fusion=may_fuse(query),
+                **common,
+            )
     return dq, dk, dv, sink_gradient(sink_terms, sink)
+
+
+def list_pieces(layouts: SelectionLayouts, q_len: int, group: int, block_size: int) -> tuple[int, int]:
+    """`(queries per piece, cuts)` of the array of all lists; no cuts where no list can be longer than two pieces."""
+    choices = layouts.queries.numel()
+    most = max(1, MOST_PIECES * 64 // block_size)
+    piece = max(triton.cdiv(PIECE_ROWS, group), triton.cdiv(choices, most))
+    # A query stands in a list once, or twice where documents begin anywhere.
+    longest = q_len * (2 if layouts.begins.numel() else 1)
+    return piece, (choices - 1) // piece if longest > 2 * piece else 0

@@ -9,7 +9,7 @@ from hysparse_hf.modeling.rows_hysparse import PLAIN_ROWS
 
 
 pytest.importorskip("triton")
-from hysparse_hf.modeling import triton_block_sparse
+from hysparse_hf.modeling import triton_block_sparse, triton_block_sparse_backward
 
 
 def call(backend, indices, rows=PLAIN_ROWS, block_size=16, window=0):
@@ -76,6 +76,41 @@ def test_row_without_blocks_gives_zero_C06(n):
 def test_all_queries_choose_one_block_C07():
     states = make_states(70)
     check(states, torch.zeros(1, 1, 70, 1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "block_size", "piece_rows"),
+    [("last_queries", 64, 2), ("packed", 16, 10), ("padded_unequal_rows", 16, 20)],
+)
+def test_long_lists_are_summed_in_pieces(kind, block_size, piece_rows, monkeypatch):
+    """The first block is in every selection, as trained models choose; other lists are short, and some are empty."""
+    monkeypatch.setattr(triton_block_sparse_backward, "PIECE_ROWS", piece_rows)
+    states = make_states(40, 70, batch=2, heads=4, kv_heads=2)
+    indices = draw(states, 3, block_size)
+    indices[..., 0] = 0
+    run = call("triton", indices, ROW_KINDS[kind], block_size)
+    list_pieces, made = triton_block_sparse_backward.list_pieces, []
+
+    def note(*arguments):
+        made.append(list_pieces(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(triton_block_sparse_backward, "list_pieces", note)
+    compare(run, call("reference", indices, ROW_KINDS[kind], block_size), states)
+    assert {piece for piece, _ in made} == {piece_rows // 2}
+    assert all(cuts > 2 for _, cuts in made)
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 1024])
+@pytest.mark.parametrize("group", [1, 16])
+@pytest.mark.parametrize("length", [64, 8192, 131072, 2**20])
+def test_sums_of_pieces_take_a_bounded_memory(length, group, block_size):
+    choices = torch.empty(8 * length * 16, device="meta")
+    layouts = triton_block_sparse.SelectionLayouts(*[None] * 3, choices, choices[:0], None)
+    piece, cuts = triton_block_sparse_backward.list_pieces(layouts, length, group, block_size)
+    assert cuts * block_size <= triton_block_sparse_backward.MOST_PIECES * 64
+    assert piece * group >= triton_block_sparse_backward.PIECE_ROWS
+    assert (cuts == 0) == (length <= 2 * piece)
 
 
 def test_repeated_ids_count_once_C08():
