@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hysparse_hf import HySparse2ForCausalLM, convert
 from hysparse_hf.conversion.bridge_fit import BridgedFittingPass
-from hysparse_hf.conversion.cross_fit import BRIDGE_RIDGE, CrossFitter, ValueMoments
+from hysparse_hf.conversion.cross_fit import BRIDGE_RIDGE, ValueMoments
 from hysparse_hf.conversion.faults import dense_difference, weight_faults
 from hysparse_hf.conversion.fit import FittingPass
 from hysparse_hf.conversion.job import Job, Options
