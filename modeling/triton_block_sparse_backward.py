@@ -1,11 +1,7 @@
 """Gradients of attention over selected key blocks; the equations are those of the band's backward.
 
 dq comes from the tiles of queries over the union of their blocks, dk and dv from each block's own list of the queries
-that chose it. Each sum has one owner and one order, so results repeat bitwise.
-
-Nearly every query of a trained model chooses the first block. So the array of all lists is cut at multiples of a
-length, and a long list is summed piece by piece: what stands behind a cut, up to the next one, by programs of its own,
-the beginning by the program of the block, which adds the pieces in their order.
+that chose it, a long one piece by piece. Each sum has one owner and one order, so results repeat bitwise.
 """
 
 import torch
@@ -32,6 +28,7 @@ from .triton_common import (
     tl,
     triton,
 )
+from .triton_list_pieces import add_pieces, cut_lists, piece_of, sums_of
 from .triton_selection_layouts import SelectionLayouts
 
 
@@ -49,12 +46,6 @@ LAUNCH_DKDV = {
     (4, 128): (32, 32, 4, 1),
     (4, 256): (16, 32, 4, 1),
 }
-
-
-# A piece of a list has at least so many rows (queries times their group), so that its sums are cheap beside its
-# products, and all of one call are at most so many, in blocks of 64: 256 bytes per dimension of keys and values each.
-PIECE_ROWS = 4096
-MOST_PIECES = 1024
 
 
 @triton.jit
@@ -191,20 +182,7 @@ def _block_sparse_dq_kernel(
         store_sink_term(sink_ptr, sink_term_ptr, row, heads, valid, total, exact)
 
 
-@triton.jit
-def _list_at(offsets_ptr, place, num_lists):
-    """The list that holds a place in the array of all lists, which must be before the end of the last one."""
-    low = 0
-    high = num_lists
-    while low + 1 < high:
-        middle = (low + high) // 2
-        before = tl.load(offsets_ptr + middle) <= place
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    return low
-
-
-@triton.jit(do_not_specialize=["num_blocks", "num_lists", "piece"])
+@triton.jit(do_not_specialize=["num_blocks", "piece", "cuts"])
 def _block_sparse_dkdv_kernel(
     q_ptr,
     key_desc,
@@ -218,6 +196,7 @@ def _block_sparse_dkdv_kernel(
     queries_ptr,
     begins_ptr,
     offsets_ptr,
+    cut_lists_ptr,
     start_ptr,
     first_ptr,
     stride_qb,
@@ -234,8 +213,8 @@ def _block_sparse_dkdv_kernel(
     q_len,
     kv_len,
     num_blocks,
-    num_lists,
     piece,
+    cuts,
     scale,
     scaling,
     one,
@@ -251,35 +230,32 @@ def _block_sparse_dkdv_kernel(
     HAS_START: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     HAS_PIECES: tl.constexpr,
-    IS_PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dk and dv of one block of key columns (or a part of one) from the queries that chose it, a few at a time.
 
-    With `IS_PIECE` only their sums over the queries between one cut and the next, where the list is long.
+    The first programs take what stands behind each cut, where the list is long, the others the lists up to there.
     """
     SPLIT: tl.constexpr = BLOCK_SIZE // BLOCK_N
     part = tl.program_id(0) % SPLIT
-    if IS_PIECE:
-        cut = (tl.program_id(0) // SPLIT + 1).to(tl.int64) * piece
-        if cut >= tl.load(offsets_ptr + num_lists):
+    slot = tl.program_id(0) // SPLIT
+    unit = slot
+    if HAS_PIECES:
+        unit, slot, skipped = piece_of(offsets_ptr, cut_lists_ptr, slot, piece, cuts)
+        if skipped:
             return
-        unit = _list_at(offsets_ptr, cut, num_lists)
-    else:
-        unit = tl.program_id(0) // SPLIT
     begin = tl.load(offsets_ptr + unit)
     end = tl.load(offsets_ptr + unit + 1)
     # Places in the list itself: those of this program.
     first = 0
     length = (end - begin).to(tl.int32)
     is_long = length > 2 * piece
-    if IS_PIECE:
-        if (not is_long) | (cut == begin):
-            return
-        first = (cut - begin).to(tl.int32)
-        length = tl.minimum(length, first + piece)
-    elif HAS_PIECES and is_long:
-        length = ((begin // piece + 1) * piece - begin).to(tl.int32)
+    if HAS_PIECES and is_long:
+        number = (begin // piece).to(tl.int32)
+        if slot < cuts:
+            number = slot + 1
+            first = (number.to(tl.int64) * piece - begin).to(tl.int32)
+        length = tl.minimum(length, ((number + 1).to(tl.int64) * piece - begin).to(tl.int32))
     batch = unit // num_blocks // KV_HEADS
     kv_head = unit // num_blocks % KV_HEADS
     column = unit % num_blocks * BLOCK_SIZE + part * BLOCK_N
@@ -325,19 +301,11 @@ def _block_sparse_dkdv_kernel(
             # Past a short row's end the cache may hold anything, and 0 * NaN is NaN.
             ds = tl.where(columns[:, None] <= (start + steps)[None, :], ds, 0.0)
         dk = add_product(dk, ds.to(q.dtype), q, one, PRECISION)
-    key_place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    value_place = BLOCK_N * BLOCK_D + tl.arange(0, BLOCK_N)[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
-    SUMS: tl.constexpr = BLOCK_N * (BLOCK_D + BLOCK_DV)
-    if IS_PIECE:
-        sums_ptr += tl.program_id(0).to(tl.int64) * SUMS
-        tl.store(sums_ptr + key_place, dk)
-        tl.store(sums_ptr + value_place, dv)
+    if HAS_PIECES and is_long:
+        keys, values = sums_of(sums_ptr, slot, part * BLOCK_N, BLOCK_N, BLOCK_SIZE, BLOCK_D, BLOCK_DV)
+        tl.store(keys, dk)
+        tl.store(values, dv)
     else:
-        if HAS_PIECES and is_long:
-            for cut in tl.range(begin // piece + 1, (end - 1) // piece + 1):
-                sums = sums_ptr + ((cut - 1) * SPLIT + part) * SUMS
-                dk += tl.load(sums + key_place)
-                dv += tl.load(sums + value_place)
         row = unit // num_blocks
         store_key_gradient(dk_ptr, dk * scaling, row, columns, kv_len, HEAD_DIM, BLOCK_D)
         store_key_gradient(dv_ptr, dv, row, columns, kv_len, V_DIM, BLOCK_DV)
@@ -421,50 +389,33 @@ def block_sparse_backward(
         block_n = min(block_n, block_size)
         num_blocks = triton.cdiv(kv_len, block_size)
         num_lists = batch * kv_heads * num_blocks
-        piece, pieces = list_pieces(layouts, q_len, group, block_size)
-        sums = None
-        if pieces:
-            width = padded_dim(dim) + padded_dim(v_dim)
-            sums = torch.empty((pieces, block_size, width), dtype=torch.float32, device=query.device)
-        # The pieces first: the programs of the blocks add their sums.
-        for is_piece, units in ((True, pieces), (False, num_lists)):
-            if not units:
-                continue
-            _block_sparse_dkdv_kernel[(units * (block_size // block_n),)](
-                query,
-                key_descriptor(key, block_n),
-                key_descriptor(value, block_n),
-                grad_output,
-                terms,
-                refine,
-                dk,
-                dv,
-                sums,
-                layouts.queries,
-                layouts.begins,
-                layouts.offsets,
-                kv_len=kv_len,
-                num_blocks=num_blocks,
-                num_lists=num_lists,
-                piece=piece,
-                TILE_Q=block_m // group,
-                BLOCK_M=block_m,
-                BLOCK_N=block_n,
-                HAS_PIECES=sums is not None,
-                IS_PIECE=is_piece,
-                num_warps=warps,
-                num_stages=stages,
-                enable_fp_fusion=may_fuse(query),
-                **common,
-            )
+        pieces = cut_lists(layouts, q_len, group, block_size, padded_dim(dim) + padded_dim(v_dim))
+        _block_sparse_dkdv_kernel[((pieces.cuts + num_lists) * (block_size // block_n),)](
+            query,
+            key_descriptor(key, block_n),
+            key_descriptor(value, block_n),
+            grad_output,
+            terms,
+            refine,
+            dk,
+            dv,
+            pieces.sums,
+            layouts.queries,
+            layouts.begins,
+            layouts.offsets,
+            pieces.lists,
+            kv_len=kv_len,
+            num_blocks=num_blocks,
+            piece=pieces.length,
+            cuts=pieces.cuts,
+            TILE_Q=block_m // group,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            HAS_PIECES=pieces.sums is not None,
+            num_warps=warps,
+            num_stages=stages,
+            enable_fp_fusion=may_fuse(query),
+            **common,
+        )
+        add_pieces(pieces, layouts, dk, dv, block_size, scaling)
     return dq, dk, dv, sink_gradient(sink_terms, sink)
-
-
-def list_pieces(layouts: SelectionLayouts, q_len: int, group: int, block_size: int) -> tuple[int, int]:
-    """`(queries per piece, cuts)` of the array of all lists; no cuts where no list can be longer than two pieces."""
-    choices = layouts.queries.numel()
-    most = max(1, MOST_PIECES * 64 // block_size)
-    piece = max(triton.cdiv(PIECE_ROWS, group), triton.cdiv(choices, most))
-    # A query stands in a list once, or twice where documents begin anywhere.
-    longest = q_len * (2 if layouts.begins.numel() else 1)
-    return piece, (choices - 1) // piece if longest > 2 * piece else 0

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from hysparse_hf.modeling import triton_block_sparse_backward, triton_common
+from hysparse_hf.modeling import triton_common, triton_list_pieces
 from hysparse_hf.modeling.attention_hysparse import (
     block_sparse_attention,
     full_attention_with_oracle,
@@ -59,7 +59,7 @@ def main(
     JITFunction.__getitem__ = compile_only
     triton_common.is_interpreted = lambda: True
     # So that the lists of so few queries have pieces too.
-    triton_block_sparse_backward.PIECE_ROWS = 1
+    triton_list_pieces.PIECE_ROWS = 1
     torch.use_deterministic_algorithms(True, warn_only=True)
 
     def states(count: int, dim: int) -> torch.Tensor:

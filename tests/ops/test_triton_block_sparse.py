@@ -9,7 +9,7 @@ from hysparse_hf.modeling.rows_hysparse import PLAIN_ROWS
 
 
 pytest.importorskip("triton")
-from hysparse_hf.modeling import triton_block_sparse, triton_block_sparse_backward
+from hysparse_hf.modeling import triton_block_sparse, triton_block_sparse_backward, triton_list_pieces
 
 
 def call(backend, indices, rows=PLAIN_ROWS, block_size=16, window=0):
@@ -84,33 +84,36 @@ def test_all_queries_choose_one_block_C07():
 )
 def test_long_lists_are_summed_in_pieces(kind, block_size, piece_rows, monkeypatch):
     """The first block is in every selection, as trained models choose; other lists are short, and some are empty."""
-    monkeypatch.setattr(triton_block_sparse_backward, "PIECE_ROWS", piece_rows)
+    monkeypatch.setattr(triton_list_pieces, "PIECE_ROWS", piece_rows)
     states = make_states(40, 70, batch=2, heads=4, kv_heads=2)
     indices = draw(states, 3, block_size)
     indices[..., 0] = 0
     run = call("triton", indices, ROW_KINDS[kind], block_size)
-    list_pieces, made = triton_block_sparse_backward.list_pieces, []
+    made = []
 
     def note(*arguments):
-        made.append(list_pieces(*arguments))
+        made.append(triton_list_pieces.cut_lists(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(triton_block_sparse_backward, "list_pieces", note)
+    monkeypatch.setattr(triton_block_sparse_backward, "cut_lists", note)
     compare(run, call("reference", indices, ROW_KINDS[kind], block_size), states)
-    assert {piece for piece, _ in made} == {piece_rows // 2}
-    assert all(cuts > 2 for _, cuts in made)
+    assert {pieces.length for pieces in made} == {piece_rows // 2}
+    assert all(pieces.cuts > 2 for pieces in made)
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 1024])
 @pytest.mark.parametrize("group", [1, 16])
 @pytest.mark.parametrize("length", [64, 8192, 131072, 2**20])
 def test_sums_of_pieces_take_a_bounded_memory(length, group, block_size):
-    choices = torch.empty(8 * length * 16, device="meta")
-    layouts = triton_block_sparse.SelectionLayouts(*[None] * 3, choices, choices[:0], None)
-    piece, cuts = triton_block_sparse_backward.list_pieces(layouts, length, group, block_size)
-    assert cuts * block_size <= triton_block_sparse_backward.MOST_PIECES * 64
-    assert piece * group >= triton_block_sparse_backward.PIECE_ROWS
-    assert (cuts == 0) == (length <= 2 * piece)
+    choices = torch.empty(8 * length * 16, dtype=torch.int32, device="meta")
+    offsets = torch.empty(8 * -(-length // block_size) + 1, dtype=torch.int64, device="meta")
+    layouts = triton_block_sparse.SelectionLayouts(*[None] * 3, choices, choices[:0], offsets)
+    pieces = triton_list_pieces.cut_lists(layouts, length, group, block_size, 256)
+    assert pieces.length * group >= triton_list_pieces.PIECE_ROWS
+    assert (pieces.cuts == 0) == (length <= 2 * pieces.length)
+    if pieces.cuts:
+        assert pieces.sums.nbytes <= 2**27
+        assert pieces.lists.shape == (pieces.cuts,)
 
 
 def test_repeated_ids_count_once_C08():

@@ -29,6 +29,7 @@ KERNELS = {
     "_choice_blocks_kernel",
     "_block_sparse_dq_kernel",
     "_block_sparse_dkdv_kernel",
+    "_add_pieces_kernel",
     "_gates_bwd_kernel",
     "_decode_full_kernel",
     "_decode_full_finish_kernel",
