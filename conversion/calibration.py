@@ -98,6 +98,16 @@ def calibration_for(
     return result
 
 
+def repeated_pieces(windows: Sequence[torch.Tensor], count: int, length: int) -> tuple[torch.Tensor, ...]:
+    """Pieces of the windows, evenly among those that all of them give, each standing twice: `count` at most.
+
+    The second time a model looks up what it says. Plain text hardly needs what lies far back.
+    """
+    found = [piece for ids in windows for piece in ids.split(length) if len(piece) == length]
+    count = min(count, len(found))
+    return tuple(found[len(found) * i // count].repeat(2) for i in range(count))
+
+
 def _check_length(shortest: int, window: int) -> None:
     if shortest <= window:
         raise ValueError(

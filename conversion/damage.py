@@ -8,6 +8,9 @@ the change of the logits that replacing layer i makes, the KL divergence of smal
 
 says for every set of layers what replacing them together costs: the sum of the matrix over the set. The diagonal is
 scaled to the true KL of each layer alone. Errors that point the same way add up to more than their sum, others cancel.
+
+Half of what is measured are pieces of text that stand twice: plain text hardly tells which layers find what lies far
+back. Windows are fitted on plain text alone.
 """
 
 import math
@@ -21,12 +24,14 @@ from transformers.utils import logging
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 from hysparse_hf.modeling.decoder_hysparse import HySparseDecoderLayer
 
+from .calibration import repeated_pieces
 from .fit import Evidence, evidence_of, fit_layer
 from .layer_stream import AttentionInputs, LayerStream, ReadTarget
 from .sinks import HeadSums
 
 
-# The damage is measured on so many tokens, in beginnings of this length, and there at one position in four.
+# The damage is measured on so many tokens, in beginnings of windows and repeated pieces, both of this length, and there
+# at one position in four.
 DAMAGE_TOKENS, DAMAGE_LENGTH, DAMAGE_STRIDE = 4096, 1024, 4
 # Changes of logits held at once, in elements.
 CHUNK_ELEMENTS = 32 * 1024 * 1024
@@ -36,14 +41,14 @@ CHUNK_ELEMENTS = 32 * 1024 * 1024
 class Damage:
     """KL to the teacher `(layers, layers)`, float64: the diagonal of each layer alone, the rest of pairs.
 
-    `kind` is what plans call a layer that is replaced.
+    `text` says what it was measured on, `kind` what plans call a layer that is replaced.
     """
 
     matrix: torch.Tensor
+    text: dict[str, int]
     kind: str = "sparse"
 
     replacement: ClassVar[str] = "becomes a fitted window"
-    text: ClassVar[None] = None
 
     def of(self, layers: list[int]) -> float:
         """The estimate for replacing several layers together."""
@@ -70,7 +75,7 @@ class DamagePass:
         read (`ReadTarget`): gives the mapped weights.
         windows (`tuple[torch.Tensor, ...]`): token ids, each `(length,)`, longer than the sliding window.
         refit (`bool`): whether there is text enough to fit output projections.
-        tokens (`int`), length (`int`): on how many tokens the damage is measured, and how many of a window.
+        tokens (`int`), length (`int`): on how many tokens the damage is measured, and how many together.
         stride (`int`): logits are compared at one position in so many.
     """
 
@@ -89,11 +94,16 @@ class DamagePass:
         self.stream = LayerStream(config, read)
         # Shorter windows are measured whole.
         self.length = min(length, max(map(len, windows)))
-        self.teacher = self.stream.embed(windows)
-        count = min(len(windows), math.ceil(tokens / self.length))
-        # Evenly among the windows, which stand file by file. Per measured window the hidden states of its beginning
-        # with layer 1, 2, ... replaced; layer 0 always stays full.
-        self.changed: dict[int, list[torch.Tensor]] = {len(windows) * i // count: [] for i in range(count)}
+        count = min(len(windows), math.ceil(tokens / 2 / self.length))
+        repeated = repeated_pieces(windows, count, self.length // 2)
+        self.text = {"plain": count, "repeated": len(repeated), "tokens": self.length}
+        self.fitted_on = len(windows)
+        self.teacher = self.stream.embed((*windows, *repeated))
+        # Evenly among the windows, which stand file by file. Per measured text the hidden states of its beginning with
+        # layer 1, 2, ... replaced; layer 0 always stays full.
+        measured = [len(windows) * i // count for i in range(count)]
+        measured += range(len(windows), len(windows) + len(repeated))
+        self.changed: dict[int, list[torch.Tensor]] = {number: [] for number in measured}
 
     @torch.no_grad()
     def run(self) -> Damage:
@@ -122,7 +132,7 @@ class DamagePass:
 
     def damage_of(self, matrix: torch.Tensor) -> Damage:
         """The result, from the damage of all replacements and of pairs of them."""
-        return Damage(nn.functional.pad(matrix, (1, 0, 1, 0)))
+        return Damage(nn.functional.pad(matrix, (1, 0, 1, 0)), self.text)
 
     def _advance(self, layer: HySparseDecoderLayer, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return self.stream.after_attention(layer, hidden, layer.self_attn.o_proj(heads))
@@ -130,8 +140,9 @@ class DamagePass:
     def as_window(self, project: nn.Linear, inputs: list[AttentionInputs]) -> list[torch.Tensor]:
         """Per window what the layer's attention gives as a fitted window, `(length, hidden)`."""
         parts, sums = zip(*(evidence_of(part, project.weight, self.config) for part in inputs), strict=True)
-        evidence, weight = Evidence.join(parts), project.weight
-        values = fit_layer(evidence, HeadSums.join(sums), weight, gated=True, refit=self.refit).values
+        evidence, weight = Evidence.join(parts[: self.fitted_on]), project.weight
+        known = HeadSums.join(sums[: self.fitted_on])
+        values = fit_layer(evidence, known, weight, gated=True, refit=self.refit).values
         bias = 0.0 if project.bias is None else project.bias
         return [values.gated(part) @ values.weight.T + bias for part in parts]
 

@@ -30,7 +30,7 @@ class HalvesDamagePass(DamagePass):
 
     def damage_of(self, matrix: torch.Tensor) -> Damage:
         """As `DamagePass`'s, of the self-decoder without its last layer."""
-        return Damage(matrix, kind="window")
+        return Damage(matrix, self.text, kind="window")
 
 
 def measured_halves(damage: Damage, config: HySparse2Config, longest_run: int) -> dict[str, list[str]]:

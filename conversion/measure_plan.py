@@ -37,7 +37,7 @@ def measure_plan(
         generation all of it is about the windows of the self-decoder; the cross-decoder's plan is the regular one.
         With `keep_kv` the damage has a column per full layer that is tried, as many layers before this one
         as its name says, and the estimate is the sum. `replacement` says in words what became of the layer, and `text`
-        on what that was measured where it is not the calibration text as it is.
+        on how much text that was measured, plain and repeated.
     Raises:
         ValueError, NotImplementedError, FileNotFoundError: as in `convert`; also for a ratio without sparse layers.
     """
@@ -89,7 +89,7 @@ def table(report: dict[str, Any]) -> str:
     columns = damage if isinstance(damage, dict) else {"KL": dict(enumerate(damage))}
     lines = [
         f"{report['source']}: KL to the source when one layer's attention {report['replacement']}, on "
-        + _text(report),
+        + _words(report["text"]),
         f"{'layer':>5}" + "".join(f"{name:>9}" for name in (*columns, *plans)),
     ]
     for layer in sorted({layer for column in columns.values() for layer in column}):
@@ -101,10 +101,9 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join([*lines, f"--plan {plans['auto']['option']}"])
 
 
-def _text(report: dict[str, Any]) -> str:
-    text = report["text"]
-    if text is None:
-        return f"{report['calibration']['tokens']} tokens"
+def _words(text: dict[str, int]) -> str:
+    if "plain" in text:
+        return f"{text['plain']} pieces of {text['tokens']} tokens and {text['repeated']} whose halves are the same"
     return f"{text['pieces']} pieces of {text['tokens']} tokens that stand twice each, reading {text['budget']}"
 
 

@@ -24,6 +24,7 @@ from transformers.utils import logging
 from hysparse_hf.modeling.attention_hysparse import block_sparse_attention
 from hysparse_hf.modeling.configuration_hysparse import HySparseConfig
 
+from .calibration import repeated_pieces
 from .layer_stream import LayerStream, ReadTarget, by_token
 
 
@@ -110,12 +111,10 @@ class ReusePass:
                 f"`keep_kv`, got two halves of {length} tokens; give longer text, smaller blocks, or a plan."
             )
         self.budget = min(config.oracle_budget, max(1, 2 * length // LARGEST_PART // block) * block)
-        found = [piece for ids in windows for piece in ids.split(length) if len(piece) == length]
-        count = min(pieces, len(found))
-        chosen = [found[len(found) * i // count] for i in range(count)]
-        self.text = {"pieces": len(chosen), "tokens": length, "repeated": 2, "budget": self.budget}
+        repeated = repeated_pieces(windows, pieces, length)
+        self.text = {"pieces": len(repeated), "tokens": length, "repeated": 2, "budget": self.budget}
         # Per layer and piece the hidden states before it, and the blocks that it would choose.
-        self.states = [self.stream.embed(tuple(ids.repeat(2) for ids in chosen))]
+        self.states = [self.stream.embed(repeated)]
         self.choices: list[list[torch.Tensor]] = []
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from hysparse_hf import HySparseForCausalLM, convert
+from hysparse_hf.conversion.calibration import repeated_pieces
 from hysparse_hf.conversion.damage import DamagePass
 from hysparse_hf.conversion.fit import fit_layer
 from hysparse_hf.conversion.job import Job, Options
@@ -47,8 +48,9 @@ class Measured:
 
         monkeypatch.setattr("hysparse_hf.conversion.damage.fit_layer", keep)
         self.damage = DamagePass(
-            self.job.config, self.job.mapped, tuple(self.ids), refit=refit, tokens=192, stride=1
+            self.job.config, self.job.mapped, tuple(self.ids), refit=refit, tokens=384, stride=1
         ).run()
+        assert self.damage.text == {"plain": 3, "repeated": 3, "tokens": 64}
 
     def divergence(self, layers):
         """KL of the source from itself with the attention of some layers replaced by their windows."""
@@ -63,8 +65,10 @@ class Measured:
             attention.o_proj.weight.data = values.weight
             attention.gate_local_proj.weight.data = values.logits[0, :, :-1]
             attention.gate_local_proj.bias.data = values.logits[0, :, -1]
+        # Measured on as many pieces that stand twice, and fitted without them.
+        ids = torch.cat([self.ids, torch.stack(repeated_pieces(self.ids, 3, 32))])
         with torch.no_grad():
-            teacher, changed = (F.log_softmax(net(self.ids).logits, -1) for net in (self.model, student))
+            teacher, changed = (F.log_softmax(net(ids).logits, -1) for net in (self.model, student))
         return F.kl_div(changed, teacher, log_target=True, reduction="none").sum(-1).mean().item()
 
 
@@ -114,8 +118,9 @@ def test_damage_is_measured_on_beginnings_that_are_spread_evenly(make_source):
         return list(entry.changed), matrix
 
     ids = draw_ids(windows=5)
-    whole, half, cut = measured(ids, 999, 64), measured(ids, 64, 32), measured(ids[:, :32], 64, 32)
-    assert [places for places, _ in (whole, half, cut)] == [[0, 1, 2, 3, 4], [0, 2], [0, 2]]
+    whole, half, cut = measured(ids, 999, 64), measured(ids, 128, 32), measured(ids[:, :32], 128, 32)
+    # From 5 on stand the repeated ones.
+    assert [places for places, _ in (whole, half, cut)] == [[*range(10)], [0, 2, 5, 6], [0, 2, 5, 6]]
     assert not torch.allclose(whole[1], half[1])
     assert not torch.allclose(cut[1], half[1])
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from hysparse_hf import HySparse2Config, HySparse2ForCausalLM, cli, convert, measure_plan
+from hysparse_hf.conversion.calibration import repeated_pieces
 from hysparse_hf.conversion.damage import Damage
 from hysparse_hf.conversion.halves_damage import HalvesDamagePass, check_halves, measured_halves
 from hysparse_hf.conversion.job import Job, Options
@@ -26,10 +27,11 @@ def make_job(source):
 @torch.no_grad()
 def divergence(model, layer, outputs):
     """KL of the source from itself with other attention outputs in one layer, `(length, hidden)` per window."""
-    expected = F.log_softmax(model(IDS).logits, -1)
+    ids = torch.cat([IDS, torch.stack(repeated_pieces(IDS, 3, 32))])
+    expected = F.log_softmax(model(ids).logits, -1)
     attention = model.model.layers[layer].self_attn
     handle = attention.register_forward_hook(lambda module, args, out: (torch.stack(outputs), *out[1:]))
-    changed = F.log_softmax(model(IDS).logits, -1)
+    changed = F.log_softmax(model(ids).logits, -1)
     handle.remove()
     return F.kl_div(changed, expected, log_target=True, reduction="none").sum(-1).mean().item()
 
@@ -46,7 +48,7 @@ def test_damage_is_the_divergence_that_each_window_makes(make_source, monkeypatc
 
     monkeypatch.setattr(HalvesDamagePass, "replacements", keep)
     job = make_job(source)
-    damage = HalvesDamagePass(job.config, job.mapped, tuple(IDS), refit=True, tokens=192, stride=1).run()
+    damage = HalvesDamagePass(job.config, job.mapped, tuple(IDS), refit=True, tokens=384, stride=1).run()
     # The fourth layer is the bridge's.
     assert damage.matrix.shape == (3, 3)
     expected = [divergence(model, layer, output) for layer, output in enumerate(outputs)]
@@ -57,7 +59,7 @@ def test_damage_is_the_divergence_that_each_window_makes(make_source, monkeypatc
 def random_damage(layers, seed):
     factor = torch.randn(layers, 3, generator=torch.Generator().manual_seed(seed)).double()
     scale = torch.rand(layers, generator=torch.Generator().manual_seed(seed)).double() + 0.2
-    return Damage(factor @ factor.T * 0.05 + torch.diag(scale), kind="window")
+    return Damage(factor @ factor.T * 0.05 + torch.diag(scale), {}, kind="window")
 
 
 def longest_run(plan):
