@@ -30,8 +30,8 @@ from .layer_stream import AttentionInputs, LayerStream, ReadTarget
 from .sinks import HeadSums
 
 
-# The damage is measured on so many tokens, in beginnings of windows and repeated pieces, both of this length, and there
-# at one position in four.
+# The damage is measured on so many tokens, in beginnings of windows and repeated pieces, both of this length, and
+# there at one position in four.
 DAMAGE_TOKENS, DAMAGE_LENGTH, DAMAGE_STRIDE = 4096, 1024, 4
 # Changes of logits held at once, in elements.
 CHUNK_ELEMENTS = 32 * 1024 * 1024

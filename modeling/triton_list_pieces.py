@@ -1,9 +1,12 @@
-"""Long lists of choices, cut into pieces, so that no program sums a block's gradient alone.
+"""Long lists of choices, cut into pieces, so that no program has much more to sum than the others.
 
 Nearly every query of a trained model chooses the first block, and no other block has so long a list. The array of all
-lists is cut at multiples of a length. Of a list longer than two pieces, what stands behind each cut is summed by a
-program of its own, and so is what stands before the first one; `add_pieces` adds the sums in their order. Where lists
-and cuts are is known on the device alone, so there is a program for every cut, and those of short lists end at once.
+lists is cut at multiples of a length. Of a list longer than two such lengths, what stands behind each cut is summed
+by a program of its own, and so is what stands before the first one; `add_pieces` adds the sums in their order. Where
+lists and cuts are is known on the device alone, so there is a program for every cut, and those of short lists end at
+once.
+
+Cuts depend on all rows of a batch. So the rounding of a row's dk and dv does, in long texts.
 """
 
 from typing import NamedTuple
@@ -15,8 +18,9 @@ from .triton_common import padded_dim, tl, triton
 from .triton_selection_layouts import SelectionLayouts
 
 
-# A piece of a list has at least so many rows (queries times their group), so that its sums are cheap beside its
-# products, and one call makes at most so many cuts, in blocks of 64: 512 bytes per dimension of keys and values each.
+# From one cut to the next are at least so many rows (queries times their group), so that sums are cheap beside
+# products; and one call makes at most so many cuts, in blocks of 64: 512 bytes per dimension of keys and values each.
+# A list of no more than two parts in so many of all choices holds nothing up.
 PIECE_ROWS = 4096
 MOST_CUTS = 1024
 # Columns of a block per program that adds.
@@ -122,7 +126,7 @@ def cut_lists(layouts: SelectionLayouts, q_len: int, group: int, block_size: int
     length = max(triton.cdiv(PIECE_ROWS, group), triton.cdiv(choices, most))
     # A query stands in a list once, or twice where documents begin anywhere.
     longest = q_len * (2 if layouts.begins.numel() else 1)
-    if longest <= 2 * length:
+    if not choices or longest <= 2 * length:
         return ListPieces(length, 0)
     cuts, device = (choices - 1) // length, layouts.queries.device
     places = torch.arange(length, (cuts + 1) * length, length, device=device)

@@ -58,8 +58,6 @@ def main(
     triton.runtime.driver.set_active(NoCard())
     JITFunction.__getitem__ = compile_only
     triton_common.is_interpreted = lambda: True
-    # So that the lists of so few queries have pieces too.
-    triton_list_pieces.PIECE_ROWS = 1
     torch.use_deterministic_algorithms(True, warn_only=True)
 
     def states(count: int, dim: int) -> torch.Tensor:
@@ -97,8 +95,10 @@ def main(
     weight = torch.zeros(head_dim, requires_grad=True)
     layer = rms_norm(query, weight, 1e-6, backend="triton")
     layer = rotate(swiglu(layer, layer, backend="triton"), rotation, backend="triton")
-    outputs = [*every_operation(query, indices, gates), layer]
-    torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+    # The second time the lists of so few queries have pieces too.
+    for triton_list_pieces.PIECE_ROWS in (triton_list_pieces.PIECE_ROWS, 1):
+        outputs = [*every_operation(query, indices, gates), layer]
+        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs], retain_graph=True)
     with torch.no_grad():
         for few in (1, 16):
             last_gates = {name: gate[:, :, :few] for name, gate in gates.items()}
