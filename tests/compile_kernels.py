@@ -96,7 +96,8 @@ def main(
     layer = rms_norm(query, weight, 1e-6, backend="triton")
     layer = rotate(swiglu(layer, layer, backend="triton"), rotation, backend="triton")
     # The second time the lists of so few queries have pieces too.
-    for triton_list_pieces.PIECE_ROWS in (triton_list_pieces.PIECE_ROWS, 1):
+    for piece_rows in (triton_list_pieces.PIECE_ROWS, 1):
+        triton_list_pieces.PIECE_ROWS = piece_rows
         outputs = [*every_operation(query, indices, gates), layer]
         torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs], retain_graph=True)
     with torch.no_grad():
