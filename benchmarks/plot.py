@@ -16,11 +16,13 @@ from matplotlib import pyplot
 
 
 PASSES = ("forward", "backward")
+# Blocks of this size go without saying; a plot needs no card, which `registry` does.
+BLOCK_SIZE = 64
 
 
 def collect(files: list[Path]) -> tuple[dict, str]:
-    """Points `{(pass, label): [(n, ratio), ...]}` of the rows whose check passed, and the card they come from."""
-    lines = defaultdict(list)
+    """Points `{(pass, label): {n: ratio}}` of the rows whose check passed, the last of a place, and the card."""
+    lines = defaultdict(dict)
     cards = set()
     for file in files:
         result = json.loads(file.read_text())
@@ -29,7 +31,9 @@ def collect(files: list[Path]) -> tuple[dict, str]:
             if row["baseline"] == "cudnn dense" and row["check_passed"]:
                 detail = row.get("index_set") or row.get("variant") or ""
                 label = f"{row['op']} {row['shape']} {detail}".strip()
-                lines[row["pass"], label].append((row["n"], row["ratio"]))
+                if row.get("block_size") not in (None, BLOCK_SIZE):
+                    label += f", blocks of {row['block_size']}"
+                lines[row["pass"], label][row["n"]] = row["ratio"]
     return lines, "; ".join(sorted(cards))
 
 
@@ -40,7 +44,7 @@ def draw(files: list[Path], target: Path) -> None:
     for panel, passed_over in zip(panels, PASSES, strict=True):
         for (of, label), points in sorted(lines.items()):
             if of == passed_over:
-                lengths, ratios = zip(*sorted(points), strict=True)
+                lengths, ratios = zip(*sorted(points.items()), strict=True)
                 panel.plot(lengths, ratios, marker="o", label=label)
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set(xscale="log", yscale="log", title=passed_over, xlabel="tokens")
