@@ -16,7 +16,7 @@ from matplotlib import pyplot
 
 
 PASSES = ("forward", "backward")
-# Blocks of this size go without saying; a plot needs no card, which `registry` does.
+# Blocks of other sizes are left out; a plot needs no card, which `registry` does.
 BLOCK_SIZE = 64
 
 
@@ -28,11 +28,13 @@ def collect(files: list[Path]) -> tuple[dict, str]:
         result = json.loads(file.read_text())
         cards.add(f"{result['card']}, torch {result['torch']}, triton {result['triton']}")
         for row in result["rows"]:
-            if row["baseline"] == "cudnn dense" and row["check_passed"]:
+            if (
+                row["baseline"] == "cudnn dense"
+                and row["check_passed"]
+                and row.get("block_size") in (None, BLOCK_SIZE)
+            ):
                 detail = row.get("index_set") or row.get("variant") or ""
                 label = f"{row['op']} {row['shape']} {detail}".strip()
-                if row.get("block_size") not in (None, BLOCK_SIZE):
-                    label += f", blocks of {row['block_size']}"
                 lines[row["pass"], label][row["n"]] = row["ratio"]
     return lines, "; ".join(sorted(cards))
 
@@ -40,7 +42,7 @@ def collect(files: list[Path]) -> tuple[dict, str]:
 def draw(files: list[Path], target: Path) -> None:
     """One panel per pass, one line per operation, shape and index set."""
     lines, card = collect(files)
-    figure, panels = pyplot.subplots(1, len(PASSES), figsize=(12, 5), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, len(PASSES), figsize=(13, 7), sharey=True, layout="constrained")
     for panel, passed_over in zip(panels, PASSES, strict=True):
         for (of, label), points in sorted(lines.items()):
             if of == passed_over:
@@ -52,7 +54,7 @@ def draw(files: list[Path], target: Path) -> None:
         panel.minorticks_off()
         panel.set_yticks([0.05, 0.1, 0.2, 0.5, 1, 1.5], ["0.05", "0.1", "0.2", "0.5", "1", "1.5"])
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
+        panel.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     panels[0].set_ylabel("time / cuDNN dense causal attention")
     figure.suptitle(card, fontsize=9)
     figure.savefig(target, dpi=110)
