@@ -28,7 +28,7 @@ from hysparse_hf.conversion.faults import dense_difference
 # `convert` measures by itself which nine layers stay full. That takes most of its time, so this is what it found
 # on two manuals and Milton (benchmarks/CONVERSION.md); `hysparse plan` prints such a line for any checkpoint.
 # Of the second generation the regular plan: self-decoder / cross-decoder.
-PLANS = {"hysparse": "0,1,7,11,17,18,20,23,24", "hysparse2": "0,4,8,12,14/15,19,23,27"}
+PLANS = {"hysparse": "0,1,7,8,14,18,20,23,24", "hysparse2": "0,4,8,12,14/15,19,23,27"}
 # Windows and their tokens: more than the 5,760 tokens from which output projections are fitted too.
 CALIBRATION = (3, 2048)
 CONVERSION_BUDGET = 512
