@@ -96,6 +96,21 @@ def test_damage_of_a_layer_is_the_divergence_that_its_window_makes(measure, scal
     assert measured.damage.matrix[0].abs().max() == 0
 
 
+def test_windows_are_fitted_on_plain_text_alone(make_source, monkeypatch):
+    source, _ = make_source()
+    job, fitted = Job(open_source(source), Options(**OPTIONS)), []
+
+    def keep(evidence, *args, **kwargs):
+        fitted.append(evidence)
+        return fit_layer(evidence, *args, **kwargs)
+
+    monkeypatch.setattr("hysparse_hf.conversion.damage.fit_layer", keep)
+    entry = DamagePass(job.config, job.mapped, tuple(draw_ids()), refit=False)
+    entry.run()
+    assert len(entry.teacher) == 6
+    assert [len(evidence.inputs) for evidence in fitted] == [3 * 64] * 4
+
+
 def test_damage_of_pairs_is_that_of_both_windows(measure):
     """For small changes; what adding the two would say is off by more."""
     measured = measure(0.05)

@@ -68,6 +68,12 @@ MUTANTS = {
         "False",
         f"{VERIFY}::test_early_exit_that_computes_more_rows_is_a_fault",
     ),
+    "damage-fitted-on-what-it-is-measured-on": Mutant(
+        "conversion/damage.py",
+        "self.fitted_on = len(windows)",
+        "self.fitted_on = len(windows) + len(repeated)",
+        "tests/convert/test_damage.py::test_windows_are_fitted_on_plain_text_alone",
+    ),
     "measured-plan-of-the-self-decoder-backwards": Mutant(
         "conversion/halves_damage.py",
         "longest_run)[::-1]",

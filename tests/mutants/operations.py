@@ -101,6 +101,12 @@ MUTANTS = {
         "near = torch.arange(lowest, limit, device=query.device) > owned[..., None] - window + 1",
         f"{WINDOW}::TestMeaning::test_window_counts_the_querys_own_token",
     ),
+    "last-piece-of-a-long-list-lost": Mutant(
+        "modeling/triton_list_pieces.py",
+        "// piece).to(tl.int32) - number\n",
+        "// piece).to(tl.int32) - number - 1\n",
+        "tests/ops/test_triton_block_sparse.py::test_long_lists_are_summed_in_pieces",
+    ),
     "sink-ignored": Mutant(
         REFERENCE,
         "    if sink is not None:\n",
