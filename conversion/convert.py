@@ -133,7 +133,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "measured (the default; regular with --init naive)",
     )
     parser.add_argument(
-        "--max-sparse-run", type=int, metavar="LAYERS", help="sparse layers in a row in an auto plan (default: N + 2)"
+        "--max-sparse-run",
+        type=int,
+        metavar="LAYERS",
+        help="sparse layers in a row in an auto plan, window layers of hysparse2 (default: N + 2)",
     )
     parser.add_argument(
         "--keep-kv",

@@ -9,8 +9,8 @@ the change of the logits that replacing layer i makes, the KL divergence of smal
 says for every set of layers what replacing them together costs: the sum of the matrix over the set. The diagonal is
 scaled to the true KL of each layer alone. Errors that point the same way add up to more than their sum, others cancel.
 
-Half of what is measured are pieces of text that stand twice: plain text hardly tells which layers find what lies far
-back. Windows are fitted on plain text alone.
+Half of what is measured are pieces of other text that stand twice: plain text hardly tells which layers find what lies
+far back. Windows are fitted on plain text alone.
 """
 
 import math
@@ -41,7 +41,8 @@ CHUNK_ELEMENTS = 32 * 1024 * 1024
 class Damage:
     """KL to the teacher `(layers, layers)`, float64: the diagonal of each layer alone, the rest of pairs.
 
-    `text` says what it was measured on, `kind` what plans call a layer that is replaced.
+    `text` says on how many windows and repeated pieces, and of how many tokens at most; `kind` what plans call a layer
+    that is replaced.
     """
 
     matrix: torch.Tensor
@@ -63,8 +64,9 @@ class Damage:
         return self.matrix.diagonal().tolist()
 
     def record(self) -> dict[str, Any]:
-        """Layer -> damage alone, rounded for a record."""
-        return {str(layer): round(kl, 5) for layer, kl in enumerate(self.matrix.diagonal().tolist())}
+        """The text, and layer -> damage alone, rounded for a record."""
+        alone = {str(layer): round(kl, 5) for layer, kl in enumerate(self.matrix.diagonal().tolist())}
+        return {"text": self.text, "kl": alone}
 
 
 class DamagePass:
@@ -94,16 +96,25 @@ class DamagePass:
         self.stream = LayerStream(config, read)
         # Shorter windows are measured whole.
         self.length = min(length, max(map(len, windows)))
-        count = min(len(windows), math.ceil(tokens / 2 / self.length))
-        repeated = repeated_pieces(windows, count, self.length // 2)
+        # A piece that stands twice within the sliding window would tell nothing.
+        repeats = self.length // 2 > config.sliding_window
+        count = min(len(windows), math.ceil(tokens / self.length / (2 if repeats else 1)))
+        # Evenly among the windows, which stand file by file.
+        measured = [len(windows) * i // count for i in range(count)]
+        repeated = self._repeated(windows, measured) if repeats else ()
         self.text = {"plain": count, "repeated": len(repeated), "tokens": self.length}
         self.fitted_on = len(windows)
         self.teacher = self.stream.embed((*windows, *repeated))
-        # Evenly among the windows, which stand file by file. Per measured text the hidden states of its beginning with
-        # layer 1, 2, ... replaced; layer 0 always stays full.
-        measured = [len(windows) * i // count for i in range(count)]
+        # Per measured text the hidden states of its beginning with layer 1, 2, ... replaced; layer 0 stays full.
         measured += range(len(windows), len(windows) + len(repeated))
         self.changed: dict[int, list[torch.Tensor]] = {number: [] for number in measured}
+
+    def _repeated(self, windows: tuple[torch.Tensor, ...], measured: list[int]) -> tuple[torch.Tensor, ...]:
+        """As many repeated pieces as plain windows are measured, of what is not measured plain where there is such."""
+        half = self.length // 2
+        others = [ids for number, ids in enumerate(windows) if number not in measured]
+        rest = others or [ids[self.length :] for ids in windows]
+        return repeated_pieces(rest, len(measured), half) or repeated_pieces(windows, len(measured), half)
 
     @torch.no_grad()
     def run(self) -> Damage:

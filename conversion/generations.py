@@ -25,6 +25,7 @@ class Generation(NamedTuple):
         fit (`type`): the pass that gives layers their initial values.
         fitted_layers (`Callable`): of a configuration, which layers these are.
         fitted_tensor (`Callable`): a parameter by its name inside the layer, from the layer's values.
+        choices (`Callable`): of a configuration, the plan of the layers among which an automatic one chooses.
         damage (`Callable`): the pass that measures what a plan costs, from configuration, mapped weights and windows,
             whether output projections are fitted, and the longest sparse run.
         measured_plan (`Callable`): fields of the configuration, from damage, configuration and longest sparse run.
@@ -34,9 +35,18 @@ class Generation(NamedTuple):
     fit: type[FittingPass]
     fitted_layers: Callable[[Any], Sequence[int]]
     fitted_tensor: Callable[[str, Any, Any], torch.Tensor | None]
+    choices: Callable[[Any], list[str]]
     damage: Callable[..., DamagePass | ReusePass]
     measured_plan: Callable[[Any, Any, int], dict[str, list[str]]]
     check_run: Callable[[Any, int], None]
+
+
+def _all_layers(config: Any) -> list[str]:
+    return config.layer_plan
+
+
+def _self_decoder(config: Any) -> list[str]:
+    return config.self_layer_plan
 
 
 def _measured(damage: Damage, config: Any, longest_run: int) -> dict[str, list[str]]:
@@ -66,9 +76,15 @@ def _reuse_pass(config: Any, read: ReadTarget, windows: Windows, *, refit: bool,
 
 # Model type of the configuration -> row.
 GENERATIONS = {
-    "hysparse": Generation(FittingPass, fitted_layers, fitted_tensor, _damage_pass, _measured, _check),
+    "hysparse": Generation(FittingPass, fitted_layers, fitted_tensor, _all_layers, _damage_pass, _measured, _check),
     "hysparse2": Generation(
-        BridgedFittingPass, cross_fitted_layers, cross_tensor, _halves_pass, measured_halves, check_halves
+        BridgedFittingPass,
+        cross_fitted_layers,
+        cross_tensor,
+        _self_decoder,
+        _halves_pass,
+        measured_halves,
+        check_halves,
     ),
 }
 

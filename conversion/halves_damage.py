@@ -12,7 +12,7 @@ from hysparse_hf.modeling.decoder_hysparse import HySparseDecoderLayer
 
 from .damage import Damage, DamagePass
 from .layer_stream import AttentionInputs
-from .plan import check_run, longest_run_of, measured_layer_plan
+from .plan import check_run, measured_layer_plan
 
 
 class HalvesDamagePass(DamagePass):
@@ -53,11 +53,5 @@ def measured_halves(damage: Damage, config: HySparse2Config, longest_run: int) -
 
 
 def check_halves(config: HySparse2Config, longest_run: int) -> None:
-    """Raise `ValueError` if the self-decoder has too few full layers for that, or the cross-decoder longer runs."""
+    """Raise `ValueError` if so few full layers leave longer runs of windows in the self-decoder."""
     check_run(len(config.self_layer_plan), config.self_layer_plan.count("full"), longest_run)
-    regular = longest_run_of(config.cross_layer_plan)
-    if regular > longest_run:
-        raise ValueError(
-            f"`max_sparse_run` must be at least {regular}, the sparse layers in a row of the cross-decoder, got "
-            f"{longest_run}; leave it out, or list the full layers in `plan`."
-        )

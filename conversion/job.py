@@ -152,7 +152,7 @@ class Job:
             "architectures": [self.model_class.__name__],
         }
         self._set_plan(architecture.plan_fields(plan, source_config.num_hidden_layers, self.sparse_per_full))
-        self.measures_plan = is_auto and set(self.config.layer_plan) != {"full"}
+        self.measures_plan = is_auto and set(self.generation.choices(self.config)) != {"full"}
         if self.measures_plan:
             self.generation.check_run(self.config, self.max_sparse_run)
         # Of the dense switch, where every layer has keys and values: what a plan drops must be in the source too.
@@ -208,8 +208,10 @@ class Job:
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
         full = [index for index, kind in enumerate(self.config.layer_plan) if kind == "full"]
         if self.measures_plan and self.damage is None:
+            choices = self.generation.choices(self.config)
             lines.append(
-                f"plan auto: which {len(full)} layers stay full is measured in the conversion; here the regular ones"
+                f"plan auto: which {choices.count('full')} of the first {len(choices)} layers stay full is measured "
+                "in the conversion; here the regular ones"
             )
         lines += [f"config field {name} dropped: {reason}" for name, reason in self.dropped_fields.items()]
         lines.append(

@@ -59,7 +59,10 @@ def measure_plan(
     options.check()
     job = Job(open_source(source), options)
     if not job.measures_plan:
-        raise ValueError(f"`ratio` must have sparse layers to measure, got {ratio!r}; use for example '1:3'.")
+        raise ValueError(
+            f"`ratio` must have sparse layers to measure, or windows in the self-decoder, got {ratio!r} for "
+            f"{job.config.num_hidden_layers} layers; use for example '1:3', or a source of more layers."
+        )
     plans = {"regular": job.config}
     job.calibrate_on(calibrate, calibration_tokens, calibration_length)
     plans["auto"] = job.config
@@ -103,7 +106,9 @@ def table(report: dict[str, Any]) -> str:
 
 def _words(text: dict[str, int]) -> str:
     if "plain" in text:
-        return f"{text['plain']} pieces of {text['tokens']} tokens and {text['repeated']} whose halves are the same"
+        return (
+            f"plain text ({text['plain']} x {text['tokens']} tokens) and text that stands twice ({text['repeated']})"
+        )
     return f"{text['pieces']} pieces of {text['tokens']} tokens that stand twice each, reading {text['budget']}"
 
 
@@ -118,7 +123,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ratio", default="1:3", help="1:N, N sparse layers to a full one (default: %(default)s)")
     parser.add_argument(
-        "--max-sparse-run", type=int, metavar="LAYERS", help="sparse layers in a row, at most (default: N + 2)"
+        "--max-sparse-run",
+        type=int,
+        metavar="LAYERS",
+        help="sparse or window layers in a row, at most (default: N + 2)",
     )
     parser.add_argument(
         "--keep-kv",
@@ -130,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1024,
         metavar="TOKENS",
-        help="of --keep-kv and the second generation: tokens selected (default: %(default)s)",
+        help="of --keep-kv: tokens selected (default: %(default)s)",
     )
     parser.add_argument(
         "--block-size", type=int, default=64, metavar="TOKENS", help="of --keep-kv: per block (default: %(default)s)"

@@ -338,8 +338,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        files = sorted(file.name for file in path.parent.glob("*.gguf"))
+        advice = f"name the file {files[0]} in it" if files else "name the folder that holds it"
         raise FileNotFoundError(
-            f"{path.parent.name} must be a checkpoint folder, and has no {path.name}; name the folder that holds it."
+            f"{path.parent.name} must be a checkpoint folder, and has no {path.name}; {advice}."
         ) from error
     except ValueError as error:
         raise ValueError(f"{path.name} must be valid JSON, got: {error}; fetch it again.") from error

@@ -111,6 +111,27 @@ def test_windows_are_fitted_on_plain_text_alone(make_source, monkeypatch):
     assert [len(evidence.inputs) for evidence in fitted] == [3 * 64] * 4
 
 
+def test_what_stands_twice_is_other_text(make_source):
+    """Else half of the calibration text would go unread, and the plan would not depend on it."""
+    source, _ = make_source()
+    job, ids = Job(open_source(source), Options(**OPTIONS)), tuple(draw_ids(windows=4))
+    entry = DamagePass(job.config, job.mapped, ids, refit=False, tokens=128, length=32)
+    assert list(entry.changed) == [0, 2, 4, 5]
+    for place, window in ((4, 1), (5, 3)):
+        (states,) = entry.stream.embed((ids[window][:16].repeat(2),))
+        assert torch.equal(entry.teacher[place], states)
+    alone = DamagePass(job.config, job.mapped, ids[:1], refit=False, tokens=64, length=32)
+    (states,) = alone.stream.embed((ids[0][32:48].repeat(2),))
+    assert torch.equal(alone.teacher[1], states)
+
+
+def test_text_that_a_window_holds_twice_is_left_out(make_source):
+    source, _ = make_source()
+    job = Job(open_source(source), Options(**OPTIONS))
+    entry = DamagePass(job.config, job.mapped, tuple(draw_ids()), refit=False, tokens=72, length=24)
+    assert entry.text == {"plain": 3, "repeated": 0, "tokens": 24}
+
+
 def test_damage_of_pairs_is_that_of_both_windows(measure):
     """For small changes; what adding the two would say is off by more."""
     measured = measure(0.05)
@@ -150,7 +171,7 @@ def test_auto_plan_keeps_the_layer_that_is_missed_most(make_source, tmp_path):
     settings = {"budget": 16, "block_size": 8, "window": 12, "calibrate": draw_ids()}
     record = convert(source, tmp_path / "out", **settings)
     assert record["plan"] == ["full", "sparse", "sparse", "full", "sparse"]
-    assert max(record["damage"], key=record["damage"].get) == "3"
+    assert max(record["damage"]["kl"], key=record["damage"]["kl"].get) == "3"
     assert HySparseForCausalLM.from_pretrained(tmp_path / "out").config.layer_plan == record["plan"]
     assert record == convert(source, tmp_path / "again", **settings)
 

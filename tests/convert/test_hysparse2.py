@@ -231,7 +231,6 @@ def test_missing_key_is_named_although_it_would_be_dropped(make_source, convert_
     [
         (["--keep-kv"], "whose sparse layers have no keys and values"),
         (["--plan", "0,3"], "full layers of both halves"),
-        (["--max-sparse-run", "1"], "`max_sparse_run` must be at least 2, the sparse layers in a row"),
     ],
 )
 def test_wrong_option_is_explained_before_any_work(make_source, tmp_path, capsys, arguments, words):

@@ -69,6 +69,12 @@ def test_folder_without_a_configuration(make_source):
         open_source(source)
 
 
+def test_folder_of_a_gguf_file_is_told_to_name_the_file(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json; name the file model\.gguf in it"):
+        convert(tmp_path, tmp_path / "out")
+
+
 def test_file_that_is_no_gguf(tmp_path):
     (tmp_path / "model.onnx").write_text("")
     with pytest.raises(ValueError, match=r"checkpoint folder or a \.gguf file, got the file model\.onnx"):
