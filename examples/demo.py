@@ -25,8 +25,8 @@ from hysparse_hf import HySparseConfig, convert, predict_cache_bytes
 from hysparse_hf.conversion.faults import dense_difference
 
 
-# `convert` measures by itself which nine layers stay full. That takes most of its time, so this is what it found
-# on two manuals and Milton (benchmarks/CONVERSION.md); `hysparse plan` prints such a line for any checkpoint.
+# `convert` measures by itself which nine layers stay full. That takes most of its time, so this is one of the plans
+# measured on two manuals and Milton (benchmarks/CONVERSION.md); `hysparse plan` prints one for any checkpoint.
 # Of the second generation the regular plan: self-decoder / cross-decoder.
 PLANS = {"hysparse": "0,1,7,8,14,18,20,23,24", "hysparse2": "0,4,8,12,14/15,19,23,27"}
 # Windows and their tokens: more than the 5,760 tokens from which output projections are fitted too.
