@@ -1,10 +1,10 @@
 """Long lists of choices, cut into pieces, so that no program has much more to sum than the others.
 
 In many heads of a trained model nearly every query chooses the first block, and no other list is as long. The array of
-all lists is cut at multiples of a length. Of a list longer than two such lengths, what stands behind each cut is summed
-by a program of its own, and so is what stands before the first one; `add_pieces` adds the sums in their order. Where
-lists and cuts are is known on the device alone, so there is a program for every cut, and those of short lists end at
-once.
+all lists is cut at multiples of a length. Of a list longer than two such lengths, what stands behind each cut is
+summed by a program of its own, and so is what stands before the first one; `add_pieces` adds the sums in their order.
+Where lists and cuts are is known on the device alone, so there is a program for every cut, and those of short lists
+end at once.
 
 Cuts depend on all rows of a batch. So the rounding of a row's dk and dv does, in long texts.
 """
