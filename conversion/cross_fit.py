@@ -116,9 +116,12 @@ class CrossFitter:
         for name, projection in (("key", attention.k_proj), ("value", attention.v_proj)):
             target = own @ projection.weight.T
             figures[f"{name}_copied"] = _relative_error(read @ projection.weight.T, target)
-            fitted = ridge_towards(read, target, torch.zeros_like(projection.weight), BRIDGE_RIDGE)
+            if name == "key":
+                fitted = ridge_towards(read, target, torch.zeros_like(projection.weight), BRIDGE_RIDGE)
+            else:
+                fitted = values
             figures[f"{name}_fitted"] = _relative_error(read @ fitted.T, target)
-            projection.load_state_dict({"weight": values if name == "value" else fitted}, strict=False)
+            projection.load_state_dict({"weight": fitted}, strict=False)
         projections = {"k_proj.weight": attention.k_proj.weight, "v_proj.weight": attention.v_proj.weight}
         given, heads = [], []
         for part, states in zip(inputs, offered, strict=True):

@@ -122,8 +122,7 @@ def _add_pieces_kernel(
 def cut_lists(layouts: SelectionLayouts, q_len: int, group: int, block_size: int, width: int) -> ListPieces:
     """Cut the lists of a call; `width` is that of a key's and a value's tile together."""
     choices = layouts.queries.numel()
-    most = max(1, MOST_CUTS * 64 // block_size)
-    length = max(triton.cdiv(PIECE_ROWS, group), triton.cdiv(choices, most))
+    length = max(triton.cdiv(PIECE_ROWS, group), triton.cdiv(choices, MOST_CUTS * 64 // block_size))
     # A query stands in a list once, or twice where documents begin anywhere.
     longest = q_len * (2 if layouts.begins.numel() else 1)
     if not choices or longest <= 2 * length:
