@@ -200,10 +200,12 @@ class WindowLayer(StoredLayer):
             self.lazy_initialization(key_states, value_states)
         check_batch(self._buffers[0], key_states)
         masked = layout is not None and layout.past_counts is not None
-        start = layout.past_counts if masked else self.cumulative_length
+        skipped = 0 if layout is None else layout.skipped
+        start = layout.past_counts if masked else self.cumulative_length + skipped
         new_counts = layout.new_counts if masked else None
-        seen = min(self._past(layout), self.sliding_window - 1)
-        self._make_room(key_states.shape[2], start)
+        # Behind skipped tokens what the ring holds is not the window before the new ones.
+        seen = 0 if skipped else min(self._past(layout), self.sliding_window - 1)
+        self._make_room(skipped + key_states.shape[2], start)
         if seen:
             keys = torch.cat([*ring_read(self._buffers[0], start - seen, seen), key_states], dim=2)
             values = torch.cat([*ring_read(self._buffers[1], start - seen, seen), value_states], dim=2)
@@ -212,7 +214,7 @@ class WindowLayer(StoredLayer):
         self._make_writable()
         ring_write(self._buffers[0], key_states, start, new_counts)
         ring_write(self._buffers[1], value_states, start, new_counts)
-        self._advance(key_states.shape[2], masked)
+        self._advance(skipped + key_states.shape[2], masked)
         return keys, values
 
     def _past(self, layout: TokenLayout | None) -> int:

@@ -19,6 +19,7 @@ from .configuration_hysparse import HySparseConfig
 from .dispatch_hysparse import backend_of
 from .layers_hysparse import HySparseMLP, HySparseRMSNorm, Rotation, rotate
 from .moe_hysparse import HySparseMoE
+from .prompt_end_hysparse import PromptEnd, tokens_at
 from .rows_hysparse import Rows, TokenLayout
 
 
@@ -159,6 +160,7 @@ class HySparseAttention(nn.Module):
         cache: HySparseCache | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Project states in slot order into compact keys and values; with a cache, add them and return all."""
+        layout = layout.to(hidden_states.device)
         key = self._turned(self._heads(self.k_proj, hidden_states, "k_norm"), rotations[self.kind], layout)
         value = layout.compact(self._heads(self.v_proj, hidden_states))
         return (key, value) if cache is None else cache.update(key, value, self.layer_idx, layout=layout)
@@ -323,15 +325,23 @@ class HySparseDecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         *shared: torch.Tensor | None,
+        end: PromptEnd | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor | None, ...]:
         """Takes tensors of other layers as `self_attn` does, and returns `(hidden_states, *, router_logits)`: what it
         returns behind its weights, and the logits `(batch * q_len, experts)` of a mixture of experts or None.
 
+        With `end` the keys and values are those of all tokens, and everything else is of the last ones.
         Tensors with gradients from another layer are positional, and those that leave are returned: keyword tensors
         and recorded ones lose theirs under reentrant checkpointing.
         """
-        attended, _, *given = self.self_attn(self.input_layernorm(hidden_states), *shared, **kwargs)
+        normed = self.input_layernorm(hidden_states)
+        if end is not None:
+            given_to_all = (kwargs[name] for name in ("layout", "rotations", "cache"))
+            kwargs["own_states"] = self.self_attn.keys_and_values(normed, *given_to_all)
+            kwargs |= {"layout": end.layout, "rotations": end.rotations}
+            hidden_states, normed = tokens_at(hidden_states, end.slots), tokens_at(normed, end.slots)
+        attended, _, *given = self.self_attn(normed, *shared, **kwargs)
         hidden_states, router_logits = self.feed_forward(hidden_states + attended)
         return hidden_states, *given, router_logits
 

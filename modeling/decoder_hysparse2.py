@@ -98,7 +98,7 @@ class HySparse2Attention(HySparseAttention):
             self.bridged_keys_and_values(earlier.states[self.source], earlier.layout, earlier.rotations, (), cache)
         if hasattr(self, "bridge_norm"):
             states = self.bridge_norm(states)
-        return self.keys_and_values(states, layout.to(states.device), rotations, cache)
+        return self.keys_and_values(states, layout, rotations, cache)
 
     def _full(self, states: States, layout: TokenLayout, n_selected: int, options: dict):
         if self.config.selection != "token" or not n_selected:

@@ -22,9 +22,10 @@ from .cache_hysparse import HySparseCache
 from .compat_transformers import CACHE_ARGUMENT, accepts_cache_names, cache_of, checkpointing_is_active, with_cache
 from .configuration_hysparse import HySparseConfig
 from .decoder_hysparse import HySparseAttention, HySparseDecoderLayer, HySparseGate
-from .inputs_hysparse import check_cache, check_generation_cache, last_tokens, read_inputs
+from .inputs_hysparse import check_cache, check_generation_cache, check_logits_to_keep, last_tokens, read_inputs
 from .layers_hysparse import HySparseRMSNorm, HySparseRotaryEmbedding, Rotation
 from .moe_hysparse import HySparseExperts, HySparseRouter, balance_loss
+from .prompt_end_hysparse import prompt_end, tokens_at
 from .rows_hysparse import TokenLayout
 
 
@@ -35,6 +36,10 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_hysparse.HySparseForCausalLM",
     "AutoModelForSequenceClassification": "modeling_hysparse.HySparseForSequenceClassification",
 }
+
+
+# Outputs that have a row per new token, and so need all of them to run.
+WHOLE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_selected_indices", "output_router_logits")
 
 
 @dataclass
@@ -83,6 +88,12 @@ class HySparsePreTrainedModel(PreTrainedModel):
         names = [name for name, _ in (*self.named_modules(), *self.named_parameters())]
         present = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
         self._tp_plan = {rule: style for rule, style in self._tp_plan.items() if rule in present}
+
+    def needs_all_rows(self, asked: dict) -> bool:
+        """Whether `asked`, forward's keyword arguments, or the configuration name an output with a row per token."""
+        return any(
+            getattr(self.config, name, False) if asked.get(name) is None else asked[name] for name in WHOLE_OUTPUTS
+        )
 
     def _wants_cache(self, use_cache: bool | None, labels: torch.Tensor | None) -> bool | None:
         """`use_cache`; where it is not given, a training step makes none: replayed layers would write to it again."""
@@ -168,8 +179,11 @@ class HySparseModel(HySparsePreTrainedModel):
             output_selected_indices (`bool`): also return each full layer's selected blocks.
             output_router_logits (`bool`, *optional*): also return the router's logits of each mixture of experts;
                 default: the configuration's.
+            logits_to_keep (`int` or `torch.Tensor`): `last_hidden_state` holds the last n positions alone (0: all), or
+                these positions. Of the last n, what nobody reads is not computed, unless an output with a row per
+                token is asked for.
         Raises:
-            ValueError: inputs that contradict each other.
+            ValueError: inputs that contradict each other, or a `logits_to_keep` that is no such number or tensor.
             TypeError: a cache of another class, or a mask that is no tensor.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -191,6 +205,8 @@ class HySparseModel(HySparsePreTrainedModel):
             cache=cache,
             use_cache=use_cache,
         )
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
         rotations = self._rotations(inputs_embeds, layout.positions if position_ids is None else position_ids)
         hidden_states, selected, routed = self._run_layers(
             inputs_embeds,
@@ -198,12 +214,11 @@ class HySparseModel(HySparsePreTrainedModel):
             rotations=rotations,
             cache=cache,
             output_selected_indices=output_selected_indices,
+            output_router_logits=output_router_logits,
             **kwargs,
         )
         if cache is not None:
             cache.record_rows(layout)
-        if output_router_logits is None:
-            output_router_logits = self.config.output_router_logits
         return with_cache(
             HySparseModelOutputWithPast,
             cache,
@@ -221,12 +236,22 @@ class HySparseModel(HySparsePreTrainedModel):
         cache: HySparseCache | None,
         output_selected_indices: bool,
         output_attentions: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
         **kwargs,
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Hidden states behind the last layer, each full layer's selection if asked for, and the routers' logits."""
+        """Hidden states behind the last layer that are to be kept, the selection of each full layer if asked for, and
+        the routers' logits.
+        """
         shared: tuple = (None, None, None, None)
         selected, routed = [], []
-        for kind, layer in self._used_layers():
+        layers = self._used_layers()
+        whole = {"output_selected_indices": output_selected_indices, "output_attentions": output_attentions}
+        check_logits_to_keep(logits_to_keep, hidden_states.shape[1])
+        end = None
+        if isinstance(logits_to_keep, int) and logits_to_keep and not self.needs_all_rows({**kwargs, **whole}):
+            end = prompt_end(self.config, len(layers), layout, rotations, cache, logits_to_keep)
+        for index, (kind, layer) in enumerate(layers):
+            ends_here = end is not None and index == end.layer_idx
             hidden_states, *given, router_logits = layer(
                 hidden_states,
                 *shared,
@@ -235,14 +260,20 @@ class HySparseModel(HySparsePreTrainedModel):
                 cache=cache,
                 output_attentions=output_attentions or self.config.output_attentions,
                 output_selected_indices=output_selected_indices,
+                end=end if ends_here else None,
             )
+            if ends_here:
+                layout, rotations = end.layout, end.rotations
             if kind == "full":
                 shared = tuple(given)
                 if output_selected_indices:
                     selected.append(layout.hide_padding(layout.restore(given[2])))
             if router_logits is not None:
                 routed.append(router_logits)
-        return hidden_states, selected, routed
+        if end is not None:
+            return tokens_at(hidden_states, end.asked), selected, routed
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return hidden_states[:, kept], selected, routed
 
     def _used_layers(self) -> list[tuple[str, nn.Module]]:
         """Kinds and layers; self-speculation (`assistant_early_exit`) lowers their number for the time of a draft."""
@@ -325,6 +356,9 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         self, logits_to_keep: int | torch.Tensor, has_labels: bool, **kwargs
     ) -> tuple[HySparseModelOutputWithPast, torch.Tensor]:
         """The decoder's output, and the hidden states `(batch, kept, hidden)` that the head reads."""
+        if not has_labels and not self.needs_all_rows(kwargs):
+            outputs = self.model(logits_to_keep=logits_to_keep, **kwargs)
+            return outputs, outputs.last_hidden_state
         outputs = self.model(**kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return outputs, outputs.last_hidden_state[:, kept, :]

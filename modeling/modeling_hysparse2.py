@@ -15,14 +15,10 @@ from .layers_hysparse import HySparseRMSNorm, Rotation
 from .modeling_hysparse import (
     HySparseForCausalLM,
     HySparseModel,
-    HySparseModelOutputWithPast,
     HySparsePreTrainedModel,
 )
+from .prompt_end_hysparse import rotations_at, tokens_at
 from .rows_hysparse import TokenLayout
-
-
-# Outputs that have a row per new token, and so need all of them to run.
-WHOLE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_selected_indices", "output_router_logits")
 
 
 class HySparse2PreTrainedModel(HySparsePreTrainedModel):
@@ -35,12 +31,6 @@ class HySparse2PreTrainedModel(HySparsePreTrainedModel):
         "AutoModel": "modeling_hysparse2.HySparse2Model",
         "AutoModelForCausalLM": "modeling_hysparse2.HySparse2ForCausalLM",
     }
-
-    def needs_all_rows(self, asked: dict) -> bool:
-        """Whether `asked`, forward's keyword arguments, or the configuration name an output with a row per token."""
-        return any(
-            getattr(self.config, name, False) if asked.get(name) is None else asked[name] for name in WHOLE_OUTPUTS
-        )
 
 
 class HySparse2Model(HySparse2PreTrainedModel, HySparseModel):
@@ -143,27 +133,17 @@ def _kept(
         slots = torch.arange(q_len - logits_to_keep, q_len, device=device)
     else:
         return hidden_states, {"layout": layout, "rotations": rotations}
-    parts = {
-        kind: None if rotation is None else tuple(part[:, slots.to(part.device)] for part in rotation)
-        for kind, rotation in rotations.items()
+    queries = {
+        "layout": layout.kept(slots, isinstance(logits_to_keep, int)),
+        "rotations": rotations_at(rotations, slots[None]),
     }
-    queries = {"layout": layout.kept(slots, isinstance(logits_to_keep, int)), "rotations": parts}
-    # Unlike an index in brackets this takes no negative ones, which here are positions before the first.
-    return hidden_states.index_select(1, slots.to(hidden_states.device)), queries
+    return tokens_at(hidden_states, slots[None]), queries
 
 
 class HySparse2ForCausalLM(HySparse2PreTrainedModel, HySparseForCausalLM):
     """The decoder with a language modelling head."""
 
     model_class = HySparse2Model
-
-    def _run_model(
-        self, logits_to_keep: int | torch.Tensor, has_labels: bool, **kwargs
-    ) -> tuple[HySparseModelOutputWithPast, torch.Tensor]:
-        if has_labels or self.needs_all_rows(kwargs):
-            return super()._run_model(logits_to_keep, has_labels, **kwargs)
-        outputs = self.model(logits_to_keep=logits_to_keep, **kwargs)
-        return outputs, outputs.last_hidden_state
 
 
 __all__ = ["HySparse2ForCausalLM", "HySparse2Model", "HySparse2PreTrainedModel"]

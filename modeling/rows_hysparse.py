@@ -85,6 +85,7 @@ class TokenLayout:
         place (`torch.Tensor`, *optional*): `(batch, q_len)`: the inverse, compact index of the token in each slot.
         visible (`torch.Tensor`, *optional*): `(batch, slots)`, bool, of cached and new slots.
         past_counts, new_counts (`torch.Tensor`, *optional*): `(batch,)`: visible tokens cached and arriving.
+        skipped (`int`): slots of new tokens in front of these that have ended at an earlier layer.
     """
 
     positions: torch.Tensor
@@ -95,6 +96,7 @@ class TokenLayout:
     visible: torch.Tensor | None = None
     past_counts: torch.Tensor | None = None
     new_counts: torch.Tensor | None = None
+    skipped: int = 0
 
     def compact(self, states: torch.Tensor) -> torch.Tensor:
         """Bring `(batch, heads, q_len, ...)` from slot order into compact order."""
@@ -161,6 +163,36 @@ class TokenLayout:
             order=order,
             place=None if order is None else torch.argsort(order, dim=-1),
         )
+
+    def of_last(self, count: int) -> tuple["TokenLayout", torch.Tensor]:
+        """Layout of each row's last `count` tokens, in compact order, over the keys of all; and their slots.
+
+        Slots `(batch or 1, count)` count the new ones. Rows of fewer tokens give their padding, too. Layouts of packed
+        documents and of a caller's visibility have no such part.
+        """
+        skipped = self.positions.shape[-1] - count
+        begin: int | torch.Tensor = skipped
+        start, counts = self.rows.query_start, self.new_counts
+        places = torch.arange(count, device=self.positions.device)
+        if self.order is None:
+            slots = (skipped + places)[None]
+            positions = self.positions[:, skipped:]
+            counts = None if counts is None else torch.full_like(counts, count)
+        else:
+            begin = (counts - count).clamp(min=0)
+            slots = self.order.gather(1, begin[:, None] + places)
+            positions = self.positions.gather(1, slots)
+            counts = counts - begin
+            start = self.past if start is None else start
+        layout = TokenLayout(
+            positions=positions,
+            rows=Rows(query_start=None if start is None else start + begin),
+            past=self.past + skipped,
+            past_counts=None if self.past_counts is None else self.past_counts + begin,
+            new_counts=counts,
+            skipped=skipped,
+        )
+        return layout, slots
 
     def hide_padding(self, indices: torch.Tensor) -> torch.Tensor:
         """Indices `(batch, kv_heads, q_len, n)` in slot order, with -1 where the query is padding."""
