@@ -33,16 +33,18 @@ from .triton_decode_common import first_owned, first_seen, load_columns, row_tup
 from .triton_gates import gate_value
 
 
-# (bytes per element, padded head dimension at most) -> (columns per tile, warps, stages). Two bytes, 128: NVIDIA H200,
-# triton 3.6, 2026-11-30; the others only keep within a card's memory.
+# (bytes per element, padded head dimension at most) -> (columns per tile at most, warps, stages). Two bytes, 128:
+# NVIDIA H200, triton 3.6, 2026-12-01; the others only keep within a card's memory.
 LAUNCH = {
-    (2, 128): (128, 4, 2),
+    (2, 128): (64, 2, 2),
     (2, 256): (64, 4, 2),
     (4, 128): (64, 4, 2),
     (4, 256): (32, 4, 2),
 }
 # Programs to divide the rows among: enough to fill a card of 132 multiprocessors.
 _PROGRAMS = 528
+# Columns of a program at least: what it saves by fewer it loses by more parts to combine.
+_LEAST_COLUMNS = 128
 # Parts of a row's window, or of its blocks, that are combined at most.
 _MOST_PARTS = 64
 # Elements of the parts of some heads that are combined at once.
@@ -50,28 +52,22 @@ _HELD_PARTS = 8192
 
 
 @triton.jit
-def _chosen_columns(
-    indices_ptr, begin, first, owned, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, N_SELECTED: tl.constexpr
-):
-    """Columns of a tile that begins `begin` columns into the listed blocks, which exist, and which count.
+def _chosen_block(indices_ptr, slot, first, owned, BLOCK_SIZE: tl.constexpr, N_SELECTED: tl.constexpr):
+    """First column of a listed block, the last that the query sees of it (-1: none), and whether the block counts.
 
     The latter waits for comparisons that the keys need not wait for.
     """
     SLOTS: tl.constexpr = min(64, max(2, triton.next_power_of_2(N_SELECTED)))
-    place = begin + tl.arange(0, TILE)
-    slots = place // BLOCK_SIZE
-    ids = tl.load(indices_ptr + slots, mask=slots < N_SELECTED, other=-1)
+    id = tl.load(indices_ptr + slot)
     # Before it is multiplied: an id past the query's own block chooses nothing, however large.
-    exists = (ids >= 0) & (ids <= (owned - first) // BLOCK_SIZE) & (tl.zeros_like(ids) + owned >= first)
-    columns = first + tl.where(exists, ids, 0) * BLOCK_SIZE + place % BLOCK_SIZE
-    exists = exists & (columns <= owned)
-    repeated = tl.zeros((TILE,), tl.int32)
+    exists = (id >= 0) & (owned >= first) & (id <= (owned - first) // BLOCK_SIZE)
+    column = first + tl.where(exists, id, 0) * BLOCK_SIZE
+    repeated = 0
     for earlier in tl.static_range(0, N_SELECTED, SLOTS):
         others = earlier + tl.arange(0, SLOTS)
-        listed = tl.load(indices_ptr + others, mask=others < N_SELECTED, other=-1)
-        same = (listed[None, :] == ids[:, None]) & (others[None, :] < slots[:, None])
-        repeated = tl.maximum(repeated, tl.max(same.to(tl.int32), 1))
-    return columns, exists, exists & (repeated == 0)
+        listed = tl.load(indices_ptr + others, mask=others < slot, other=-1)
+        repeated = tl.maximum(repeated, tl.max((listed == id).to(tl.int32), 0))
+    return column, tl.where(exists, owned, -1), repeated == 0
 
 
 @triton.jit
@@ -130,20 +126,26 @@ def _attend_part(
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     for place in tl.range(begin, end, TILE):
         if far is not None:
-            columns, exists, counts = _chosen_columns(indices_ptr, place, far[7], far[6], TILE, TILES[1], TILES[2])
+            column, last, counts = _chosen_block(
+                indices_ptr, tl.where(is_near, 0, place // TILES[1]), far[7], far[6], TILES[1], TILES[2]
+            )
+            column += place % TILES[1]
+            lowest = column
         if near is not None:
-            last = near[6] - window + 1 + place + tl.arange(0, TILE)
-            seen = (last >= near[7]) & (last <= near[6])
+            near_column = near[6] - window + 1 + place
             if far is None:
-                columns, exists, counts = last, seen, seen
+                column, lowest, last, counts = near_column, near[7], near[6], True
             else:
-                columns = tl.where(is_near, last, columns)
-                exists = tl.where(is_near, seen, exists)
-                counts = tl.where(is_near, seen, counts)
-        k = load_columns(k_base, columns, exists, k_step, SHAPE[1], BLOCK_D)
-        v = load_columns(v_base, columns, exists, v_step, SHAPE[3], BLOCK_DV)
+                column = tl.where(is_near, near_column, column)
+                lowest = tl.where(is_near, near[7], lowest)
+                last = tl.where(is_near, near[6], last)
+                counts = is_near | counts
+        columns = column + tl.arange(0, TILE)
+        seen = (columns >= lowest) & (columns <= last)
+        k = load_columns(k_base, columns, seen, k_step, SHAPE[1], BLOCK_D)
+        v = load_columns(v_base, columns, seen, v_step, SHAPE[3], BLOCK_DV)
         s = tl.dot(q, k.T, input_precision=PRECISION)
-        s = tl.where(counts[None, :], s, -float("inf"))
+        s = tl.where((seen & counts)[None, :], s, -float("inf"))
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, tl.max(s, 1) * scale, scale, None)
         acc = add_product(acc * alpha[:, None], p.to(v.dtype), v, one, PRECISION)
     return m_i, l_i, acc
@@ -432,6 +434,8 @@ def _decode_sparse(
     n_selected = 0 if indices is None else indices.shape[3]
     window = 0 if window_query is None else window
     tile, warps, stages = launch_sizes(LAUNCH, a_query, a_value)
+    if indices is not None:
+        tile = min(tile, block_size)
     n_near, n_far, share = _division(rows, window, n_selected * block_size, tile)
     programs = n_near + n_far
     finish_m = padded_dim(group)
@@ -487,7 +491,7 @@ def _division(rows: int, window: int, columns: int, tile: int) -> tuple[int, int
     most = min(_PROGRAMS // rows, sum(tiles))
     if most < 2:
         return 0, 1, max(window, columns)
-    each = max(triton.cdiv(sum(tiles), most), triton.cdiv(max(tiles), _MOST_PARTS))
+    each = max(triton.cdiv(sum(tiles), most), triton.cdiv(max(tiles), _MOST_PARTS), _LEAST_COLUMNS // tile)
     near, far = (triton.cdiv(count, each) for count in tiles)
     return (near, far, each * tile) if near + far > 1 else (0, 1, max(window, columns))
 
