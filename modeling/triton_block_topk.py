@@ -17,28 +17,30 @@ from .triton_common import query_places, row_arguments, tl, triton
 _LOWEST_KEY = tl.constexpr(-2147483648)
 _HIGHEST_KEY = tl.constexpr(2147483647)
 
-# Scores that one warp holds in registers. A warp has its queries for itself, so that no reduction crosses warps; eight
-# neighbouring queries fill a sector of memory.
-_WARP_SCORES = 2048
-_MOST_WARPS = 8
+# Queries of a program, whose neighbouring scores fill a sector of memory, and scores that it holds in registers.
+# NVIDIA H200, triton 3.6, 2026-12-01.
+_MOST_QUERIES = 8
+_PROGRAM_SCORES = 8192
 # A program is as wide as all blocks, or half or a quarter where its queries see no more: few variants to compile.
 _WIDTHS = (4, 2, 1)
 
 
 @triton.jit
-def store_highest(score, visible, row_ptrs, valid, n_selected, SELECTED: tl.constexpr):
-    """Store the ids of each row's highest visible scores at `row_ptrs`: ascending, ties to the lower id, then -1."""
-    ROWS: tl.constexpr = score.shape[0]
-    ids = tl.arange(0, score.shape[1])
+def store_highest(score, row_ptrs, valid, n_selected, SELECTED: tl.constexpr):
+    """Store the ids of each row's highest scores at `row_ptrs`: ascending, ties to the lower id, then -1.
+
+    A score of -inf is not chosen.
+    """
+    seen = score > -float("inf")
     # Both zeros are one value, as they are to a comparison of floats.
     score = tl.where(score == 0.0, 0.0, score)
     key = score.to(tl.int32, bitcast=True)
     key = tl.where(key < 0, key ^ _HIGHEST_KEY, key)
-    key = tl.where(visible, key, _LOWEST_KEY)
+    key = tl.where(seen, key, _LOWEST_KEY)
 
-    low = tl.min(tl.where(visible, key, _HIGHEST_KEY), 1)
+    low = tl.min(tl.where(key == _LOWEST_KEY, _HIGHEST_KEY, key), 1)
     high = tl.max(key, 1)
-    high = tl.where(tl.sum(visible.to(tl.int32), 1) <= n_selected, low, high)
+    high = tl.where(tl.sum((key > _LOWEST_KEY).to(tl.int32), 1) <= n_selected, low, high)
     while tl.max((low < high).to(tl.int32), 0) > 0:
         middle = (low | high) - ((low ^ high) >> 1)
         count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
@@ -48,22 +50,57 @@ def store_highest(score, visible, row_ptrs, valid, n_selected, SELECTED: tl.cons
         high = tl.where(is_open & (count == n_selected), middle, high)
         high = tl.where(is_open & (count < n_selected), middle - 1, high)
 
-    chosen = visible & (key >= low[:, None])
+    chosen = key >= low[:, None]
     if tl.max(tl.sum(chosen.to(tl.int32), 1), 0) > n_selected:
-        above = visible & (key > low[:, None])
-        equal = visible & (key == low[:, None])
+        above = key > low[:, None]
+        equal = key == low[:, None]
         room = n_selected - tl.sum(above.to(tl.int32), 1)
         chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= room[:, None]))
-    slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
-    tl.store(row_ptrs[:, None] + slot, ids[None, :] + tl.zeros_like(slot), mask=chosen)
-    slots = tl.arange(0, SELECTED)
-    missing = (slots[None, :] >= tl.sum(chosen.to(tl.int32), 1)[:, None]) & (slots < n_selected)[None, :]
-    tl.store(
-        row_ptrs[:, None] + slots[None, :], tl.full((ROWS, SELECTED), -1, tl.int32), mask=missing & valid[:, None]
-    )
+    _store_ids(chosen, row_ptrs, valid, n_selected, SELECTED)
 
 
 @triton.jit
+def _ones(word):
+    """Bits that are set in each word of 32."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return (word + (word >> 8) + (word >> 16) + (word >> 24)) & 63
+
+
+@triton.jit
+def _store_ids(chosen, row_ptrs, valid, n_selected, SELECTED: tl.constexpr):
+    """Store the ids of the chosen blocks of each row, ascending, then -1.
+
+    Each slot finds its id in the row's bits: the word that holds it, then the half of the word, and so on.
+    """
+    ROWS: tl.constexpr = chosen.shape[0]
+    BLOCKS: tl.constexpr = chosen.shape[1]
+    BITS: tl.constexpr = min(32, BLOCKS)
+    WORDS: tl.constexpr = BLOCKS // BITS
+    bits = chosen.to(tl.int32) << (tl.arange(0, BLOCKS) % BITS)[None, :]
+    words = tl.sum(tl.reshape(bits, (ROWS, WORDS, BITS)), 2)
+    ends = tl.cumsum(_ones(words), 1)
+    slots = tl.arange(0, SELECTED)[None, :]
+    number = tl.sum((ends[:, :, None] <= slots[:, None, :]).to(tl.int32), 1)
+    exists = number < WORDS
+    number = tl.where(exists, number, 0)
+    word = tl.gather(words, number, 1)
+    place = slots - tl.gather(ends, number, 1) + _ones(word)
+    id = number * BITS
+    for halving in tl.static_range(5):
+        width = 16 >> halving
+        below = _ones(word & ((1 << width) - 1))
+        upper = place >= below
+        place = tl.where(upper, place - below, place)
+        id = tl.where(upper, id + width, id)
+        word = tl.where(upper, word >> width, word)
+    tl.store(row_ptrs[:, None] + slots, tl.where(exists, id, -1), mask=valid[:, None] & (slots < n_selected))
+
+
+# `chunk_len` is not specialised, and so not known to be even: else a thread would take four neighbouring queries for
+# the sake of wide loads, which the masks rule out, and a row's scores would lie scattered over all threads.
+@triton.jit(do_not_specialize=["chunk_len"])
 def _block_topk_kernel(
     scores_ptr,
     lse_ptr,
@@ -103,26 +140,25 @@ def _block_topk_kernel(
     )
     last = (owned - first) // BLOCK_SIZE
     visible = (ids[None, :] <= last[:, None]) & (owned >= first)[:, None]
-    block = (row.to(tl.int64) * num_blocks + ids) * GROUP
+    scores_ptr += row.to(tl.int64) * num_blocks * GROUP * chunk_len
     score = tl.full((QUERIES, BLOCKS), -float("inf"), tl.float32)
     mass = tl.zeros((QUERIES, BLOCKS), tl.float32)
     for head in tl.range(GROUP):
         lse_row = (row * GROUP + head).to(tl.int64) * q_len
         lse = tl.load(lse_ptr + lse_row + steps, mask=valid, other=0.0)
-        place = (block + head)[None, :] * chunk_len + (steps - step_begin)[:, None]
+        place = (ids * GROUP + head)[None, :] * chunk_len + (steps - step_begin)[:, None]
         part = tl.load(scores_ptr + place, mask=visible, other=-float("inf")) - lse[:, None]
         larger = tl.maximum(score, part)
         if MEAN:
             safe = tl.where(larger == -float("inf"), 0.0, larger)
             mass = mass * tl.exp2(score - safe) + tl.exp2(part - safe)
         score = larger
-    visible = visible & (score > -float("inf"))
     if MEAN:
         score = score + tl.log2(mass) - log_group
     forced = (ids[None, :] < forced_first) | (ids[None, :] > last[:, None] - forced_local)
-    score = tl.where(forced, float("inf"), score)
+    score = tl.where(forced & (score > -float("inf")), float("inf"), score)
     row_ptrs = indices_ptr + (row.to(tl.int64) * q_len + steps) * n_selected
-    store_highest(score, visible, row_ptrs, valid, n_selected, SELECTED)
+    store_highest(score, row_ptrs, valid, n_selected, SELECTED)
 
 
 def block_topk(
@@ -149,9 +185,10 @@ def block_topk(
     width = triton.next_power_of_2(num_blocks)
     seen = triton.cdiv(steps[1] + gap, block_size)
     blocks = next(width // part for part in _WIDTHS if width % part == 0 and width // part >= min(seen, num_blocks))
-    per_warp = max(1, _WARP_SCORES // blocks)
-    warps = _MOST_WARPS if per_warp == 1 else 4
-    queries = min(16, warps * per_warp)
+    queries = min(_MOST_QUERIES, max(1, _PROGRAM_SCORES // blocks))
+    held = queries * blocks
+    # 32 scores a thread, 64 where that takes more than four warps.
+    warps = max(1, min(held // 1024, max(4, held // 2048), 16))
     with torch.cuda.device_of(scores):
         _block_topk_kernel[(triton.cdiv(steps[1] - steps[0], queries), batch * kv_heads)](
             scores,

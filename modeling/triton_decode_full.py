@@ -302,14 +302,13 @@ def _decode_full_finish_kernel(
                 safe = tl.where(larger == -float("inf"), 0.0, larger)
                 mass = mass * tl.exp2(score - safe) + tl.sum(tl.exp2(part - safe[None, :]), 0)
             score = larger
-        visible = visible & (score > -float("inf"))
         if MEAN:
             score = score + tl.log2(mass) - log_group
         forced = (ids < forced_first) | (ids > last - forced_local)
-        score = tl.where(forced, float("inf"), score)
+        score = tl.where(forced & (score > -float("inf")), float("inf"), score)
         base = indices_ptr + row.to(tl.int64) * n_selected + tl.zeros((1,), tl.int64)
         every = tl.full((1,), 1, tl.int1)
-        store_highest(score[None, :], visible[None, :], base, every, n_selected, SELECTED)
+        store_highest(score[None, :], base, every, n_selected, SELECTED)
         return
 
     head = tl.program_id(1) - (n_selected > 0).to(tl.int32)
