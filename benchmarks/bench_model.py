@@ -2,7 +2,8 @@
 
 The baseline is a Llama of the same widths and depth in transformers, with its `sdpa` attention. What random weights
 choose is as good as random, the worst case. So a second model makes the same choice, at the same cost, and then takes
-indices whose neighbours agree as in real text.
+indices whose neighbours agree as in real text. Prefill is the first step of `generate()`, where only the last tokens
+go on behind the last full layer's keys; beside it stands the same with every token in every layer.
 """
 
 import time
@@ -14,7 +15,7 @@ from registry import Baselines, Row, index_set
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hysparse_hf import HySparseConfig, HySparseForCausalLM
-from hysparse_hf.modeling import decoder_hysparse
+from hysparse_hf.modeling import decoder_hysparse, modeling_hysparse
 
 
 PLAN = ["full", "sparse", "sparse", "sparse"] * 2
@@ -33,6 +34,8 @@ CHECK_LENGTH = 4096
 # Beyond this length the activations of all layers do not fit; both models then recompute them.
 LONGEST_WITHOUT_CHECKPOINTING = 32768
 REPEATS = 3
+# Name of the figures of a prefill of which nothing is left out.
+EVERY_TOKEN = "every token"
 
 
 def build(model_class: type, config, attention: str | None = None):
@@ -71,6 +74,17 @@ def measure_call(call: Callable[[], None]) -> tuple[float, float]:
 
 
 @contextmanager
+def running_every_token() -> Iterator[None]:
+    """While open, every token of a prompt runs through every layer, as if all logits were wanted."""
+    begun = modeling_hysparse.prompt_end
+    modeling_hysparse.prompt_end = lambda *arguments: None
+    try:
+        yield
+    finally:
+        modeling_hysparse.prompt_end = begun
+
+
+@contextmanager
 def choosing(kind: str, n: int) -> Iterator[None]:
     """While open, full layers choose as they do, and hand on the index set `kind` unless that is `"random"`."""
     if kind == "random":
@@ -81,7 +95,8 @@ def choosing(kind: str, n: int) -> Iterator[None]:
 
     def replaced(*states, **options):
         output, lse, _ = attend(*states, **options)
-        return output, lse, indices
+        # Of a prompt's last full layer only the last tokens ask.
+        return output, lse, indices[:, :, n - states[0].shape[2] :]
 
     decoder_hysparse.full_attention_with_oracle = replaced
     try:
@@ -140,7 +155,10 @@ def measure(shape: str, n: int, baselines: Baselines) -> Iterator[Row]:
     for kind in ("random", "correlated"):
         with choosing(kind, n):
             figures = measure_model(model, ids)
-        for passed_over, (ms, gigabytes) in figures.items():
+            with running_every_token():
+                figures[EVERY_TOKEN] = measure_call(lambda: prefill(model.eval(), ids))
+        for name, (ms, gigabytes) in figures.items():
+            passed_over = "forward" if name == EVERY_TOKEN else name
             base_ms, base_gigabytes = dense[passed_over]
             extra = {
                 "peak_gb": gigabytes,
@@ -148,4 +166,6 @@ def measure(shape: str, n: int, baselines: Baselines) -> Iterator[Row]:
                 "speedup": base_ms / ms,
                 "checkpointing": passed_over != "forward" and n > LONGEST_WITHOUT_CHECKPOINTING,
             }
+            if name == EVERY_TOKEN:
+                extra["variant"] = name
             yield Row("model", passed_over, shape, n, ms, "Llama sdpa", base_ms, right, kind, extra)

@@ -36,8 +36,8 @@ OPERATIONS = {
 
 def print_row(row: Row) -> None:
     """One line of the table, or the reason why there is none."""
-    variant = f"{row.index_set or row.extra.get('variant', '')} {row.extra.get('block_size', '')}"
-    name = f"{row.op:<13}{row.passed_over:<17}{row.shape:<5}{row.n:>7}  {variant:<15}"
+    variant = f"{row.index_set or ''} {row.extra.get('variant', '')} {row.extra.get('block_size', '')}".strip()
+    name = f"{row.op:<13}{row.passed_over:<17}{row.shape:<5}{row.n:>7}  {variant:<24}"
     if not row.check_passed:
         print(f"{name} withheld: its check failed", flush=True)
         return
@@ -55,7 +55,7 @@ def main() -> int:
     arguments = parser.parse_args()
     header = describe()
     print(", ".join(f"{key} {value}" for key, value in header.items()))
-    print(f"{'op':<13}{'pass':<17}{'shape':<5}{'n':>7}  {'set':<15}{'ms':>10}{'base ms':>10}{'ratio':>8}")
+    print(f"{'op':<13}{'pass':<17}{'shape':<5}{'n':>7}  {'set':<24}{'ms':>10}{'base ms':>10}{'ratio':>8}")
     rows = []
     baselines = Baselines()
     for length in arguments.lengths.split(","):

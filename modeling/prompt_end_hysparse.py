@@ -5,6 +5,7 @@ long prompt the last full layer makes keys of every token, and only the last tok
 wanted, and those that stand in the windows of these, layer by layer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,9 +53,8 @@ class PromptEnd:
         def move(part: torch.Tensor) -> torch.Tensor:
             return part.to(device, non_blocking=non_blocking)
 
-        turned = {kind: pair if pair is None else tuple(map(move, pair)) for kind, pair in self.rotations.items()}
-        layout = self.layout.to(device, non_blocking)
-        return replace(self, layout=layout, rotations=turned, slots=move(self.slots), asked=move(self.asked))
+        layout, rotations = self.layout.to(device, non_blocking), _changed(self.rotations, move)
+        return replace(self, layout=layout, rotations=rotations, slots=move(self.slots), asked=move(self.asked))
 
 
 def prompt_end(
@@ -103,7 +103,8 @@ def tokens_at(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 def rotations_at(rotations: dict[str, Rotation], slots: torch.Tensor) -> dict[str, Rotation]:
     """Cosines and sines of the tokens `slots` `(batch or 1, n)`."""
-    return {
-        kind: None if rotation is None else tuple(tokens_at(part, slots) for part in rotation)
-        for kind, rotation in rotations.items()
-    }
+    return _changed(rotations, lambda part: tokens_at(part, slots))
+
+
+def _changed(rotations: dict[str, Rotation], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Rotation]:
+    return {kind: None if pair is None else (change(pair[0]), change(pair[1])) for kind, pair in rotations.items()}

@@ -6,6 +6,7 @@ alone hides padding. What is left to describe is one offset per row, and where p
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -171,8 +172,9 @@ class TokenLayout:
         documents and of a caller's visibility have no such part.
         """
         skipped = self.positions.shape[-1] - count
-        begin: int | torch.Tensor = skipped
-        start, counts = self.rows.query_start, self.new_counts
+        begin: Any = skipped
+        start: Any = self.rows.query_start
+        counts = self.new_counts
         places = torch.arange(count, device=self.positions.device)
         if self.order is None:
             slots = (skipped + places)[None]
