@@ -154,7 +154,7 @@ ASKING_FOR_ALL = {
 class TestAllTokensRun:
     @pytest.mark.parametrize("asked", ASKING_FOR_ALL.values(), ids=ASKING_FOR_ALL.keys())
     @torch.no_grad()
-    def test_where_more_is_asked_for(self, asked):
+    def test_where_more_is_asked_for_B10(self, asked):
         model, ids = tiny_model(torch.float64), draw_ids(2, 90)
         with counted_rows(model) as rows:
             output = model(ids, **{"logits_to_keep": 0 if "labels" in asked else 2, **asked})
@@ -166,7 +166,7 @@ class TestAllTokensRun:
 
     @pytest.mark.parametrize("name", ["output_hidden_states", "output_selected_indices"])
     @torch.no_grad()
-    def test_where_the_decoder_alone_is_asked(self, name):
+    def test_where_the_decoder_alone_is_asked_B10(self, name):
         model, ids = tiny_model(torch.float64), draw_ids(2, 90)
         with counted_rows(model) as rows:
             output = model.model(ids, logits_to_keep=1, **{name: True})
@@ -174,7 +174,7 @@ class TestAllTokensRun:
         assert output.last_hidden_state.shape[1] == 1
 
     @torch.no_grad()
-    def test_where_router_logits_are_asked_for(self):
+    def test_where_router_logits_are_asked_for_B10(self):
         model, ids = tiny_model(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8), draw_ids(2, 90)
         for asked in ({"output_router_logits": True}, {}):
             with counted_rows(model) as rows:

@@ -14,6 +14,7 @@ FIXED_CACHE = "modeling/cache_fixed_hysparse.py"
 CACHE_COLUMNS = "modeling/cache_columns_hysparse.py"
 INPUTS = "modeling/inputs_hysparse.py"
 WHOLE_CACHE = "modeling/cache_hysparse.py"
+PROMPT_END = "modeling/prompt_end_hysparse.py"
 MODEL2 = "modeling/modeling_hysparse2.py"
 DECODER2 = "modeling/decoder_hysparse2.py"
 

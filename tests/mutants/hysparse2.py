@@ -1,6 +1,6 @@
 """Faults of the second generation."""
 
-from .entry import DECODER2, MODEL2, REFERENCE, ROWS, SELECTION, WHOLE_CACHE, Mutant
+from .entry import DECODER2, MODEL, MODEL2, REFERENCE, ROWS, SELECTION, WHOLE_CACHE, Mutant
 
 
 TOKENS = "tests/ops/test_token_sparse.py"
@@ -95,9 +95,9 @@ MUTANTS = {
         f"{EARLY_EXIT}::test_padded_rows",
     ),
     "B10-rows-left-out-although-asked-for": Mutant(
-        MODEL2,
-        "if has_labels or self.needs_all_rows(kwargs):",
-        "if False:",
+        MODEL,
+        "if not has_labels and not self.needs_all_rows(kwargs):",
+        "if True:",
         f"{EARLY_EXIT}::TestAllRowsRun::test_where_a_row_per_token_is_asked_for_B10",
     ),
     "no-keys-where-no-row-runs": Mutant(

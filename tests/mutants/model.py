@@ -1,6 +1,6 @@
 """Faults of the first generation's layers, of its training, and of its place on devices."""
 
-from .entry import CONFIG, DECODER, MODEL, ROWS, Mutant
+from .entry import CACHE, CONFIG, DECODER, MODEL, PROMPT_END, ROWS, Mutant
 
 
 FORWARD = "tests/models/test_forward.py"
@@ -8,9 +8,52 @@ LOGITS = f"{FORWARD}::TestAgainstLoops::test_logits[default]"
 TRAINING = "tests/models/test_training.py"
 CHECKPOINTING = "tests/models/test_checkpointing.py"
 DEVICES = "tests/models/test_devices.py"
+ENDING = "tests/models/test_prompt_end.py"
 PARALLEL = "tests/models/test_distributed.py::TestTensorParallel::test_equals_one_process"
 
 MUTANTS = {
+    "prompt-end-with-a-window-one-token-short": Mutant(
+        PROMPT_END,
+        "length + config.sliding_window - 1, ring",
+        "length + config.sliding_window - 2, ring",
+        f"{ENDING}::test_logits_and_cache_are_those_of_the_full_pass[default-1]",
+    ),
+    "prompt-end-without-the-tokens-kept-for-undoing": Mutant(
+        PROMPT_END,
+        "cache.layers[index].kept",
+        "config.sliding_window",
+        f"{ENDING}::test_chunks_turns_and_undone_tokens[plain-growing]",
+    ),
+    "prompt-end-of-windows-that-record": Mutant(
+        PROMPT_END,
+        "cache is not None and cache.layers[index].record_past",
+        "False",
+        f"{ENDING}::TestAllTokensRun::test_where_windows_record_what_may_be_undone",
+    ),
+    "prompt-end-of-slots-in-place-of-tokens": Mutant(
+        ROWS,
+        "begin = (counts - count).clamp(min=0)",
+        "begin = torch.full_like(counts, skipped)",
+        f"{ENDING}::test_padded_rows[default-right-growing]",
+    ),
+    "prompt-end-that-windows-do-not-count": Mutant(
+        CACHE,
+        "self._advance(skipped + key_states.shape[2], masked)",
+        "self._advance(key_states.shape[2], masked)",
+        f"{ENDING}::test_logits_and_cache_are_those_of_the_full_pass[default-1]",
+    ),
+    "prompt-end-where-documents-are-packed": Mutant(
+        PROMPT_END,
+        "rows.first_key is not None or ",
+        "",
+        f"{ENDING}::TestAllTokensRun::test_where_more_is_asked_for_B10[documents]",
+    ),
+    "B10-outputs-of-the-decoder-alone-without-rows": Mutant(
+        MODEL,
+        "and logits_to_keep and not self.needs_all_rows({**kwargs, **whole}):",
+        "and logits_to_keep:",
+        f"{ENDING}::TestAllTokensRun::test_where_the_decoder_alone_is_asked_B10[output_selected_indices]",
+    ),
     "merged-softmax": Mutant(
         DECODER,
         'if branch == "merged_own" and self.config.share_full_kv:',
