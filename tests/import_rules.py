@@ -19,8 +19,20 @@ MODELING_THIRD_PARTY = {"torch", "transformers", "huggingface_hub"}
 
 # Stem prefix of a file in modeling/ -> prefixes of the siblings that it may import.
 MODELING_ARROWS = {
-    "modeling": {"modeling", "decoder", "inputs", "layers", "moe", "cache", "compat", "configuration", "rows"},
-    "decoder": {"decoder", "layers", "moe", "cache", "attention", "dispatch", "configuration", "rows"},
+    "modeling": {
+        "modeling",
+        "decoder",
+        "inputs",
+        "prompt",
+        "layers",
+        "moe",
+        "cache",
+        "compat",
+        "configuration",
+        "rows",
+    },
+    "decoder": {"decoder", "prompt", "layers", "moe", "cache", "attention", "dispatch", "configuration", "rows"},
+    "prompt": {"layers", "cache", "configuration", "rows"},
     "inputs": {"cache", "compat", "configuration", "rows"},
     "moe": {"layers", "configuration"},
     "layers": {"layers", "dispatch", "reference", "triton", "configuration"},

@@ -1,6 +1,6 @@
 """Faults of the second generation."""
 
-from .entry import DECODER2, MODEL, MODEL2, REFERENCE, ROWS, SELECTION, WHOLE_CACHE, Mutant
+from .entry import DECODER2, MODEL, MODEL2, PROMPT_END, REFERENCE, ROWS, SELECTION, WHOLE_CACHE, Mutant
 
 
 TOKENS = "tests/ops/test_token_sparse.py"
@@ -83,9 +83,9 @@ MUTANTS = {
         f"{EARLY_EXIT}::test_logits_and_cache_are_those_of_the_full_pass[default-last-7]",
     ),
     "early-exit-turns-rows-by-their-number": Mutant(
-        MODEL2,
-        "part[:, slots.to(part.device)]",
-        "part[:, : len(slots)]",
+        PROMPT_END,
+        "lambda part: tokens_at(part, slots)",
+        "lambda part: part[:, : slots.shape[1]]",
         f"{EARLY_EXIT}::test_logits_and_cache_are_those_of_the_full_pass[source_rope-last]",
     ),
     "early-exit-counts-slots": Mutant(
