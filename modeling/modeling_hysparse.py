@@ -180,8 +180,8 @@ class HySparseModel(HySparsePreTrainedModel):
             output_router_logits (`bool`, *optional*): also return the router's logits of each mixture of experts;
                 default: the configuration's.
             logits_to_keep (`int` or `torch.Tensor`): `last_hidden_state` holds the last n positions alone (0: all), or
-                these positions. Of the last n, what nobody reads is not computed, unless an output with a row per
-                token is asked for.
+                these positions. For the last n, what they do not read is not computed, unless an output with a row per
+                token is asked for; at padding they mean nothing.
         Raises:
             ValueError: inputs that contradict each other, or a `logits_to_keep` that is no such number or tensor.
             TypeError: a cache of another class, or a mask that is no tensor.
@@ -272,12 +272,15 @@ class HySparseModel(HySparsePreTrainedModel):
                 routed.append(router_logits)
         if end is not None:
             return tokens_at(hidden_states, end.asked), selected, routed
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return hidden_states[:, kept], selected, routed
+        return _kept(hidden_states, logits_to_keep), selected, routed
 
     def _used_layers(self) -> list[tuple[str, nn.Module]]:
         """Kinds and layers; self-speculation (`assistant_early_exit`) lowers their number for the time of a draft."""
         return list(zip(self.config.layer_plan, self.layers, strict=True))[: self.config.num_hidden_layers]
+
+
+def _kept(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
 
 
 class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
@@ -359,9 +362,11 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         if not has_labels and not self.needs_all_rows(kwargs):
             outputs = self.model(logits_to_keep=logits_to_keep, **kwargs)
             return outputs, outputs.last_hidden_state
+        states = kwargs["inputs_embeds"] if kwargs["input_ids"] is None else kwargs["input_ids"]
+        if states is not None:
+            check_logits_to_keep(logits_to_keep, states.shape[1])
         outputs = self.model(**kwargs)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return outputs, outputs.last_hidden_state[:, kept, :]
+        return outputs, _kept(outputs.last_hidden_state, logits_to_keep)
 
     def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs) -> dict:
         """As the library's, with the cache under its older name: peft looks there, or adds its prompt at each step."""
@@ -452,6 +457,8 @@ class HySparseForSequenceClassification(HySparsePreTrainedModel):
         Raises:
             ValueError: packed documents, or several rows without a mask and without a padding token.
         """
+        # Each row's own last token is read, so all are kept.
+        kwargs.pop("logits_to_keep", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

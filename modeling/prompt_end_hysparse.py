@@ -42,9 +42,9 @@ class PromptEnd:
         if layout.place is None:
             asked = torch.arange(length - kept, length, device=slots.device)[None]
         else:
-            # A row padded on the right has padding in its last slots; what is read there means nothing.
+            # A row padded on the right has padding in its last slots; it answers with its last token.
             first = layout.place.gather(1, slots[:, :1])
-            asked = (layout.place[:, -kept:] - first).clamp(0, length - 1)
+            asked = torch.minimum(layout.place[:, -kept:] - first, end.new_counts[:, None] - 1).clamp(min=0)
         return cls(layer_idx, end, rotations_at(rotations, slots), slots, asked)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "PromptEnd":

@@ -78,7 +78,8 @@ class TokenLayout:
     """How the new tokens of one forward call stand in their rows; built once, read by every layer.
 
     Args:
-        positions (`torch.Tensor`): `(batch or 1, q_len)`: content position of each new token, in slot order.
+        positions (`torch.Tensor`): `(batch or 1, q_len)`: content position of each new token, in slot order, or in the
+            compact order of `of_last`.
         rows (`Rows`): for attention over keys that are stored by content position. It has no default: some versions of
             torch.compile cannot hold an object as a field's default.
         past (`int`): columns before those of the new tokens: slots cached, or all other room of a pre-allocated cache.
@@ -86,7 +87,8 @@ class TokenLayout:
         place (`torch.Tensor`, *optional*): `(batch, q_len)`: the inverse, compact index of the token in each slot.
         visible (`torch.Tensor`, *optional*): `(batch, slots)`, bool, of cached and new slots.
         past_counts, new_counts (`torch.Tensor`, *optional*): `(batch,)`: visible tokens cached and arriving.
-        skipped (`int`): slots of new tokens in front of these that have ended at an earlier layer.
+        skipped (`int`): new slots that are not among these, since they ended at an earlier layer: of each row the
+            first, and of a row of few tokens only padding.
     """
 
     positions: torch.Tensor

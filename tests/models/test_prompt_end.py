@@ -11,12 +11,14 @@ from models.tiny import (
     greedy,
     padded_mask,
     spread,
+    tiny_config,
     tiny_model,
     uncached_greedy,
 )
 
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
 from hysparse_hf.modeling.compat_transformers import CACHE_ARGUMENT
+from hysparse_hf.modeling.modeling_hysparse import HySparseForSequenceClassification
 
 
 # Settings -> how many of 90 tokens each of the layers behind its keys runs, without a cache and with one, for one
@@ -117,6 +119,42 @@ def test_padded_rows(name, padding, room):
 
 
 @fixed
+@pytest.mark.parametrize("padding", ["left", "right", "holes"])
+@pytest.mark.parametrize("name", ["default", "merged_own", "window_layers"])
+@torch.no_grad()
+def test_rows_of_few_tokens_in_a_later_chunk(name, padding, room):
+    """Their windows reach back into the cache, while other rows skip more than a window."""
+    model = tiny_model(torch.float64, **ENDING[name][0])
+    whole, part = (HySparseCache(model.config, max_cache_len=None if room is None else 300) for _ in range(2))
+    mask = torch.ones(4, 50, dtype=torch.long)
+    for cache in (whole, part):
+        model(draw_ids(4, 50), attention_mask=mask, cache=cache)
+    lengths = (90, 4, 0, 45)
+    new = padded_mask(padding, lengths, 90)
+    ids = spread([draw_ids(1, length, 9 + row)[0] for row, length in enumerate(lengths)], new)
+    mask = torch.cat([mask, new], dim=1)
+    expected = model(ids, attention_mask=mask, cache=whole).logits[:, -3:]
+    logits = model(ids, attention_mask=mask, cache=part, logits_to_keep=3).logits
+    visible = new[:, -3:].bool()
+    assert_same_logits(logits[visible], expected[visible])
+    for step in range(8):
+        mask = torch.cat([mask, mask.new_ones(4, 1)], dim=1)
+        token = draw_ids(4, 1, seed=step)
+        expected = model(token, attention_mask=mask, cache=whole).logits
+        assert_same_logits(model(token, attention_mask=mask, cache=part).logits, expected)
+
+
+@torch.no_grad()
+def test_a_row_padded_on_the_right_answers_with_its_last_token():
+    model, lengths = tiny_model(torch.float64), (90, 61, 5)
+    mask = padded_mask("right", lengths, 90)
+    ids = spread([draw_ids(1, length, row)[0] for row, length in enumerate(lengths)], mask)
+    whole = model(ids, attention_mask=mask, use_cache=False).logits
+    logits = model(ids, attention_mask=mask, use_cache=False, logits_to_keep=1).logits[:, 0]
+    assert_same_logits(logits, torch.stack([whole[row, length - 1] for row, length in enumerate(lengths)]))
+
+
+@fixed
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 @torch.no_grad()
 def test_chunks_turns_and_undone_tokens(masked, room):
@@ -195,14 +233,22 @@ class TestAllTokensRun:
         assert_same_logits(again, model(ids, use_cache=False).logits[:, -1:])
 
 
+@pytest.mark.parametrize("asked", [{}, {"output_hidden_states": True}], ids=["plain", "whole"])
 @pytest.mark.parametrize("kept", [-1, [1], torch.tensor([90])], ids=str)
 @torch.no_grad()
-def test_what_cannot_be_kept_is_refused_before_the_cache_is_touched(kept):
+def test_what_cannot_be_kept_is_refused_before_the_cache_is_touched(kept, asked):
     model = tiny_model()
     cache = HySparseCache(model.config)
     with pytest.raises(ValueError, match="`logits_to_keep` must be a number of last positions"):
-        model(draw_ids(2, 90), cache=cache, logits_to_keep=kept)
+        model(draw_ids(2, 90), cache=cache, logits_to_keep=kept, **asked)
     assert cache.get_seq_length() == 0
+
+
+@torch.no_grad()
+def test_a_classifier_reads_every_row_whatever_is_kept():
+    model = HySparseForSequenceClassification(tiny_config(num_labels=3)).eval()
+    ids = draw_ids(2, 90)
+    assert torch.equal(model(ids, logits_to_keep=1).logits, model(ids).logits)
 
 
 class TestGenerate:

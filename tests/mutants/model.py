@@ -36,6 +36,12 @@ MUTANTS = {
         "begin = torch.full_like(counts, skipped)",
         f"{ENDING}::test_padded_rows[default-right-growing]",
     ),
+    "prompt-end-of-rows-that-skip-nothing-behind-a-cache": Mutant(
+        CACHE,
+        "seen = 0 if skipped and not masked else",
+        "seen = 0 if skipped else",
+        f"{ENDING}::test_rows_of_few_tokens_in_a_later_chunk[default-left-growing]",
+    ),
     "prompt-end-that-windows-do-not-count": Mutant(
         CACHE,
         "self._advance(skipped + key_states.shape[2], masked)",
