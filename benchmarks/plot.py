@@ -44,6 +44,7 @@ def draw(files: list[Path], target: Path) -> None:
     lines, card = collect(files)
     figure, panels = pyplot.subplots(1, len(PASSES), figsize=(13, 7), sharey=True, layout="constrained")
     for panel, passed_over in zip(panels, PASSES, strict=True):
+        panel.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
         for (of, label), points in sorted(lines.items()):
             if of == passed_over:
                 lengths, ratios = zip(*sorted(points.items()), strict=True)
