@@ -282,6 +282,18 @@ class TestGenerate:
         assert torch.equal(output, model.generate(ids, use_cache=False, **options))
 
 
+@torch.no_grad()
+def test_one_graph():
+    model, ids = tiny_model(torch.float64, layer_plan=["full", "sparse"]), draw_ids(2, 90)
+    mask = padded_mask("left", (90, 20), 90)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    cache = HySparseCache(model.config, max_cache_len=120)
+    logits = compiled(ids, attention_mask=mask, cache=cache, logits_to_keep=1).logits
+    torch._dynamo.reset()
+    assert_same_logits(logits, model(ids, attention_mask=mask, use_cache=False).logits[:, -1:])
+
+
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_gradients_of_kept_logits_are_those_of_the_full_pass(checkpointing):
     model, ids = tiny_model(torch.float64).train(), draw_ids(2, 90)
