@@ -81,21 +81,23 @@ def _store_ids(chosen, row_ptrs, valid, n_selected, SELECTED: tl.constexpr):
     bits = chosen.to(tl.int32) << (tl.arange(0, BLOCKS) % BITS)[None, :]
     words = tl.sum(tl.reshape(bits, (ROWS, WORDS, BITS)), 2)
     ends = tl.cumsum(_ones(words), 1)
-    slots = tl.arange(0, SELECTED)[None, :]
-    number = tl.sum((ends[:, :, None] <= slots[:, None, :]).to(tl.int32), 1)
-    exists = number < WORDS
-    number = tl.where(exists, number, 0)
-    word = tl.gather(words, number, 1)
-    place = slots - tl.gather(ends, number, 1) + _ones(word)
-    id = number * BITS
-    for halving in tl.static_range(5):
-        width = 16 >> halving
-        below = _ones(word & ((1 << width) - 1))
-        upper = place >= below
-        place = tl.where(upper, place - below, place)
-        id = tl.where(upper, id + width, id)
-        word = tl.where(upper, word >> width, word)
-    tl.store(row_ptrs[:, None] + slots, tl.where(exists, id, -1), mask=valid[:, None] & (slots < n_selected))
+    SLOTS: tl.constexpr = min(16, SELECTED)
+    for begin in tl.range(0, SELECTED, SLOTS):
+        slots = (begin + tl.arange(0, SLOTS))[None, :]
+        number = tl.sum((ends[:, :, None] <= slots[:, None, :]).to(tl.int32), 1)
+        exists = number < WORDS
+        number = tl.where(exists, number, 0)
+        word = tl.gather(words, number, 1)
+        place = slots - tl.gather(ends, number, 1) + _ones(word)
+        id = number * BITS
+        for halving in tl.static_range(5):
+            width = 16 >> halving
+            below = _ones(word & ((1 << width) - 1))
+            upper = place >= below
+            place = tl.where(upper, place - below, place)
+            id = tl.where(upper, id + width, id)
+            word = tl.where(upper, word >> width, word)
+        tl.store(row_ptrs[:, None] + slots, tl.where(exists, id, -1), mask=valid[:, None] & (slots < n_selected))
 
 
 # `chunk_len` is not specialised, and so not known to be even: else a thread would take four neighbouring queries for
