@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models.tiny import assert_same_logits, draw_ids, greedy, padded_mask, spread, uncached_greedy
+from models.tiny import assert_same_caches, assert_same_logits, draw_ids, greedy, padded_mask, spread, uncached_greedy
 from models.tiny2 import SWITCHES, over_models, tiny_model
 
 from hysparse_hf.modeling.cache_hysparse import HySparseCache
@@ -50,16 +50,6 @@ def counting(model, **options):
 
 def rows_kept(kept, length=40):
     return min(kept, length) or length if isinstance(kept, int) else len(torch.arange(length)[kept])
-
-
-def assert_same_caches(one, other):
-    """Keys and values of every layer, columns in use."""
-    for ours, theirs in zip(one.layers, other.layers, strict=True):
-        for name in ("keys", "values"):
-            states, expected = getattr(ours, name, None), getattr(theirs, name, None)
-            assert (states is None) == (expected is None)
-            if states is not None:
-                torch.testing.assert_close(states, expected, rtol=0, atol=1e-10)
 
 
 def take(logits, kept):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models.tiny import (
     SWITCHES,
+    assert_same_caches,
     assert_same_logits,
     draw_ids,
     greedy,
@@ -60,17 +61,6 @@ def counted_rows(model):
     yield rows
     for hook in hooks:
         hook.remove()
-
-
-def assert_same_caches(one, other):
-    """Keys and values of every layer, columns in use."""
-    for ours, theirs in zip(one.layers, other.layers, strict=True):
-        assert ours.get_seq_length() == theirs.get_seq_length()
-        for name in ("keys", "values"):
-            states, expected = getattr(ours, name, None), getattr(theirs, name, None)
-            assert (states is None) == (expected is None)
-            if states is not None:
-                torch.testing.assert_close(states, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kept", [1, 7])

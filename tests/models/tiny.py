@@ -166,6 +166,17 @@ def uncached_greedy(
     return ids
 
 
+def assert_same_caches(one, other):
+    """Keys and values of every layer, columns in use."""
+    for ours, theirs in zip(one.layers, other.layers, strict=True):
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        for name in ("keys", "values"):
+            states, expected = getattr(ours, name, None), getattr(theirs, name, None)
+            assert (states is None) == (expected is None)
+            if states is not None:
+                torch.testing.assert_close(states, expected, rtol=0, atol=1e-10)
+
+
 def assert_same_logits(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Equality of the specification: float64 within 1e-10, float32 within 1e-5 of the largest logit."""
     assert actual.shape == expected.shape, f"shapes {tuple(actual.shape)} and {tuple(expected.shape)}"
