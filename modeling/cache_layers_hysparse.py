@@ -203,9 +203,8 @@ class WindowLayer(StoredLayer):
         skipped = 0 if layout is None else layout.skipped
         start = layout.past_counts if masked else self.cumulative_length + skipped
         new_counts = layout.new_counts if masked else None
-        # Behind skipped tokens what the ring holds is not the window before the new ones; but of padded rows some may
-        # have skipped none.
-        seen = 0 if skipped and not masked else min(self._past(layout), self.sliding_window - 1)
+        # Behind skipped tokens what the ring holds is another window: it reaches only tokens that nobody reads.
+        seen = min(self._past(layout), self.sliding_window - 1)
         self._make_room(skipped + key_states.shape[2], start)
         if seen:
             keys = torch.cat([*ring_read(self._buffers[0], start - seen, seen), key_states], dim=2)

@@ -25,7 +25,7 @@ from .decoder_hysparse import HySparseAttention, HySparseDecoderLayer, HySparseG
 from .inputs_hysparse import check_cache, check_generation_cache, check_logits_to_keep, last_tokens, read_inputs
 from .layers_hysparse import HySparseRMSNorm, HySparseRotaryEmbedding, Rotation
 from .moe_hysparse import HySparseExperts, HySparseRouter, balance_loss
-from .prompt_end_hysparse import prompt_end, tokens_at
+from .prompt_end_hysparse import kept_rows, prompt_end, tokens_at
 from .rows_hysparse import TokenLayout
 
 
@@ -239,16 +239,15 @@ class HySparseModel(HySparsePreTrainedModel):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs,
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Hidden states behind the last layer that are to be kept, the selection of each full layer if asked for, and
-        the routers' logits.
-        """
+        """The last layer's hidden states that are kept, each full layer's selection if asked for, routers' logits."""
         shared: tuple = (None, None, None, None)
         selected, routed = [], []
         layers = self._used_layers()
-        whole = {"output_selected_indices": output_selected_indices, "output_attentions": output_attentions}
-        check_logits_to_keep(logits_to_keep, hidden_states.shape[1])
-        end = None
-        if isinstance(logits_to_keep, int) and logits_to_keep and not self.needs_all_rows({**kwargs, **whole}):
+        asked = {"output_selected_indices": output_selected_indices, "output_attentions": output_attentions, **kwargs}
+        q_len, end = hidden_states.shape[1], None
+        check_logits_to_keep(logits_to_keep, q_len)
+        # The number first: a step of one token is spared the look at the configuration.
+        if isinstance(logits_to_keep, int) and 0 < logits_to_keep < q_len and not self.needs_all_rows(asked):
             end = prompt_end(self.config, len(layers), layout, rotations, cache, logits_to_keep)
         for index, (kind, layer) in enumerate(layers):
             ends_here = end is not None and index == end.layer_idx
@@ -272,15 +271,11 @@ class HySparseModel(HySparsePreTrainedModel):
                 routed.append(router_logits)
         if end is not None:
             return tokens_at(hidden_states, end.asked), selected, routed
-        return _kept(hidden_states, logits_to_keep), selected, routed
+        return kept_rows(hidden_states, logits_to_keep), selected, routed
 
     def _used_layers(self) -> list[tuple[str, nn.Module]]:
         """Kinds and layers; self-speculation (`assistant_early_exit`) lowers their number for the time of a draft."""
         return list(zip(self.config.layer_plan, self.layers, strict=True))[: self.config.num_hidden_layers]
-
-
-def _kept(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
 
 
 class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
@@ -359,14 +354,17 @@ class HySparseForCausalLM(HySparsePreTrainedModel, GenerationMixin):
         self, logits_to_keep: int | torch.Tensor, has_labels: bool, **kwargs
     ) -> tuple[HySparseModelOutputWithPast, torch.Tensor]:
         """The decoder's output, and the hidden states `(batch, kept, hidden)` that the head reads."""
-        if not has_labels and not self.needs_all_rows(kwargs):
+        states = kwargs["inputs_embeds"] if kwargs["input_ids"] is None else kwargs["input_ids"]
+        # Without any the decoder says what is wrong.
+        q_len = 0 if states is None else states.shape[1]
+        if q_len:
+            check_logits_to_keep(logits_to_keep, q_len)
+        keeps_all = isinstance(logits_to_keep, int) and not 0 < logits_to_keep < q_len
+        if not (has_labels or keeps_all or self.needs_all_rows(kwargs)):
             outputs = self.model(logits_to_keep=logits_to_keep, **kwargs)
             return outputs, outputs.last_hidden_state
-        states = kwargs["inputs_embeds"] if kwargs["input_ids"] is None else kwargs["input_ids"]
-        if states is not None:
-            check_logits_to_keep(logits_to_keep, states.shape[1])
         outputs = self.model(**kwargs)
-        return outputs, _kept(outputs.last_hidden_state, logits_to_keep)
+        return outputs, kept_rows(outputs.last_hidden_state, logits_to_keep)
 
     def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs) -> dict:
         """As the library's, with the cache under its older name: peft looks there, or adds its prompt at each step."""

@@ -93,6 +93,11 @@ def prompt_end(
     return PromptEnd.of(last, layout, rotations, length, kept)
 
 
+def kept_rows(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """Of `(batch, q_len, hidden)` the last rows (0: all), or those that a tensor names."""
+    return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+
+
 def tokens_at(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Tokens `slots` `(batch or 1, n)` of states `(batch or 1, q_len, dim)`."""
     slots = slots.to(states.device)

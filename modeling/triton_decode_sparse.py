@@ -12,7 +12,6 @@ import torch
 
 from .rows_hysparse import Rows
 from .triton_common import (
-    KERNEL_LOG2E,
     LN2,
     LOG2E,
     LOWEST,
@@ -25,12 +24,11 @@ from .triton_common import (
     online_softmax,
     padded_dim,
     precision_of,
-    store_rows,
     tl,
     triton,
 )
 from .triton_decode_common import first_owned, first_seen, load_columns, row_tuple
-from .triton_gates import gate_value
+from .triton_decode_finish import combine_parts, load_factors, store_output, store_part
 
 
 # (bytes per element, padded head dimension at most) -> (columns per tile at most, warps, stages). Two bytes, 128:
@@ -151,108 +149,6 @@ def _attend_part(
     return m_i, l_i, acc
 
 
-@triton.jit
-def _store_part(scratch, part, state, heads, valid, V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Store the maximum, mass and sum that one program found, at heads `part` and following of the scratch."""
-    dims = tl.arange(0, BLOCK_DV)
-    place = part + heads
-    tl.store(scratch[1] + place * 2, state[0], mask=valid)
-    tl.store(scratch[1] + place * 2 + 1, state[1], mask=valid)
-    tl.store(
-        scratch[0] + place[:, None] * V_DIM + dims[None, :], state[2], mask=valid[:, None] & (dims < V_DIM)[None, :]
-    )
-
-
-@triton.jit
-def _combine_parts(
-    scratch,
-    part,
-    heads,
-    valid,
-    COUNT: tl.constexpr,
-    GROUP: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """Maximum, mass and sum of some heads over `COUNT` programs' parts from `part` on."""
-    parts = tl.arange(0, triton.next_power_of_2(max(1, COUNT)))
-    dims = tl.arange(0, BLOCK_DV)
-    place = part + parts[:, None] * GROUP + heads[None, :]
-    mask = (parts < COUNT)[:, None] & valid[None, :]
-    m = tl.load(scratch[1] + place * 2, mask=mask, other=LOWEST)
-    mass = tl.load(scratch[1] + place * 2 + 1, mask=mask, other=0.0)
-    sums = tl.load(
-        scratch[0] + place[:, :, None] * V_DIM + dims[None, None, :],
-        mask=mask[:, :, None] & (dims < V_DIM)[None, None, :],
-        other=0.0,
-    )
-    m_i = tl.max(m, 0)
-    weight = tl.exp2(m - m_i[None, :])
-    return m_i, tl.sum(mass * weight, 0), tl.sum(sums * weight[:, :, None], 0)
-
-
-@triton.jit
-def _load_factors(sink_ptr, gate_ptr, strides, batch, step, heads, valid, V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """A branch's sinks in base 2 and its gates' logits, zeros in place of what there is not.
-
-    `strides` of a gate end with the elements'; 0 where a head has one gate for all of them.
-    """
-    sink = tl.zeros_like(heads).to(tl.float32)
-    gate = sink[:, None]
-    if sink_ptr is not None:
-        sink = tl.load(sink_ptr + heads, mask=valid, other=0.0).to(tl.float32) * KERNEL_LOG2E
-    if gate_ptr is not None:
-        base = gate_ptr + batch.to(tl.int64) * strides[0] + step.to(tl.int64) * strides[2]
-        gate = load_rows(base, heads * 0, heads, valid, strides[1], 0, strides[3], V_DIM, BLOCK_DV)
-    return sink, gate
-
-
-@triton.jit
-def _branch_output(state, factors, HAS_SINK: tl.constexpr, HAS_GATE: tl.constexpr):
-    """A branch's output under its gate, and its log-sum-exp in base 2; a row without keys gives 0 and -inf."""
-    m_i, l_i, acc = state
-    empty = l_i == 0
-    safe = tl.where(empty, 1.0, l_i)
-    lse = m_i + tl.log2(safe)
-    share = 1 / safe
-    if HAS_SINK:
-        share = share / (1 + tl.exp2(factors[0] - lse))
-    out = acc * share[:, None]
-    if HAS_GATE:
-        out *= gate_value(factors[1])
-    return out, tl.where(empty, -float("inf"), lse)
-
-
-@triton.jit
-def _store_output(
-    far,
-    near,
-    sinks,
-    gates,
-    far_factors,
-    near_factors,
-    out_base,
-    lse_base,
-    stride_oh,
-    q_len,
-    heads,
-    valid,
-    ln2,
-    V_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """Normalise what there is of the two branches, gate and add them, store; the lse of a branch that is alone too."""
-    if far is None:
-        out, lse = _branch_output(near, near_factors, sinks[1] is not None, gates[1] is not None)
-    else:
-        out, lse = _branch_output(far, far_factors, sinks[0] is not None, gates[0] is not None)
-        if near is not None:
-            out += _branch_output(near, near_factors, sinks[1] is not None, gates[1] is not None)[0]
-    store_rows(out_base, out, heads * 0, heads, valid, stride_oh, 0, 1, V_DIM, BLOCK_DV)
-    if far is None or near is None:
-        tl.store(lse_base + heads.to(tl.int64) * q_len, lse * ln2, mask=valid)
-
-
 @triton.jit(do_not_specialize=["gap", "window_gap"])
 def _decode_sparse_kernel(
     far_states,
@@ -311,8 +207,8 @@ def _decode_sparse_kernel(
         group_head = tl.arange(0, FINISH_M)
         valid = group_head < GROUP
         heads = kv_head * GROUP + group_head
-        far_factors = _load_factors(sinks[0], gates[0], gate_strides, batch, step, heads, valid, V_DIM, BLOCK_DV)
-        near_factors = _load_factors(sinks[1], gates[1], near_gate_strides, batch, step, heads, valid, V_DIM, BLOCK_DV)
+        far_factors = load_factors(sinks[0], gates[0], gate_strides, batch, step, heads, valid, V_DIM, BLOCK_DV)
+        near_factors = load_factors(sinks[1], gates[1], near_gate_strides, batch, step, heads, valid, V_DIM, BLOCK_DV)
 
     if PROGRAMS == 1:
         far_state, near_state = None, None
@@ -336,7 +232,7 @@ def _decode_sparse_kernel(
                 TILES,
                 PRECISION,
             )
-        _store_output(
+        store_output(
             far_state,
             near_state,
             sinks,
@@ -363,7 +259,7 @@ def _decode_sparse_kernel(
     )
     part = row.to(tl.int64) * PROGRAMS * GROUP
     rows = tl.arange(0, BLOCK_M)
-    _store_part(scratch, part + program * GROUP, state, rows, rows < GROUP, V_DIM, BLOCK_DV)
+    store_part(scratch, part + program * GROUP, state, rows, rows < GROUP, V_DIM, BLOCK_DV)
     # All of this program's stores before its arrival, all of the others' before what follows.
     tl.debug_barrier()
     if tl.atomic_add(scratch[2] + row, 1, sem="acq_rel") != PROGRAMS - 1:
@@ -374,17 +270,17 @@ def _decode_sparse_kernel(
             group_head = some + tl.arange(0, FINISH_M)
             valid = group_head < GROUP
             heads = kv_head * GROUP + group_head
-            far_factors = _load_factors(sinks[0], gates[0], gate_strides, batch, step, heads, valid, V_DIM, BLOCK_DV)
-            near_factors = _load_factors(
+            far_factors = load_factors(sinks[0], gates[0], gate_strides, batch, step, heads, valid, V_DIM, BLOCK_DV)
+            near_factors = load_factors(
                 sinks[1], gates[1], near_gate_strides, batch, step, heads, valid, V_DIM, BLOCK_DV
             )
 
         if near is not None:
-            near_state = _combine_parts(scratch, part, group_head, valid, NEAR, GROUP, V_DIM, BLOCK_DV)
+            near_state = combine_parts(scratch, part, group_head, valid, NEAR, GROUP, V_DIM, BLOCK_DV)
         if far is not None:
             far_part = part + NEAR * GROUP
-            far_state = _combine_parts(scratch, far_part, group_head, valid, PROGRAMS - NEAR, GROUP, V_DIM, BLOCK_DV)
-        _store_output(
+            far_state = combine_parts(scratch, far_part, group_head, valid, PROGRAMS - NEAR, GROUP, V_DIM, BLOCK_DV)
+        store_output(
             far_state,
             near_state,
             sinks,

@@ -96,7 +96,7 @@ MUTANTS = {
     ),
     "B10-rows-left-out-although-asked-for": Mutant(
         MODEL,
-        "if not has_labels and not self.needs_all_rows(kwargs):",
+        "if not (has_labels or keeps_all or self.needs_all_rows(kwargs)):",
         "if True:",
         f"{EARLY_EXIT}::TestAllRowsRun::test_where_a_row_per_token_is_asked_for_B10",
     ),

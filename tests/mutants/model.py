@@ -38,8 +38,8 @@ MUTANTS = {
     ),
     "prompt-end-of-rows-that-skip-nothing-behind-a-cache": Mutant(
         CACHE,
-        "seen = 0 if skipped and not masked else",
-        "seen = 0 if skipped else",
+        "seen = min(self._past(layout),",
+        "seen = 0 if skipped else min(self._past(layout),",
         f"{ENDING}::test_rows_of_few_tokens_in_a_later_chunk[default-left-growing]",
     ),
     "prompt-end-that-windows-do-not-count": Mutant(
@@ -56,8 +56,8 @@ MUTANTS = {
     ),
     "B10-outputs-of-the-decoder-alone-without-rows": Mutant(
         MODEL,
-        "and logits_to_keep and not self.needs_all_rows({**kwargs, **whole}):",
-        "and logits_to_keep:",
+        "and 0 < logits_to_keep < q_len and not self.needs_all_rows(asked):",
+        "and 0 < logits_to_keep < q_len:",
         f"{ENDING}::TestAllTokensRun::test_where_the_decoder_alone_is_asked_B10[output_selected_indices]",
     ),
     "merged-softmax": Mutant(
