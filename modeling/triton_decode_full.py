@@ -282,7 +282,7 @@ def _decode_full_finish_kernel(
     share = share_of(start + q_len - first, splits, UNIT)
     used = tl.maximum(start + q_len - first + share - 1, 0) // share
     query_row = row.to(tl.int64) * GROUP
-    if (n_selected > 0) & (tl.program_id(1) == 0):
+    if SELECTED > 0 and tl.program_id(1) == 0:
         ids = tl.arange(0, BLOCKS)
         last = (start + step - first) // BLOCK_SIZE
         visible = (ids <= last) & (tl.zeros_like(ids) + start + step >= first)
@@ -311,7 +311,7 @@ def _decode_full_finish_kernel(
         store_highest(score[None, :], base, every, n_selected, SELECTED)
         return
 
-    head = tl.program_id(1) - (n_selected > 0).to(tl.int32)
+    head = tl.program_id(1) - min(SELECTED, 1)
     query_row += head
     m_i, l_i = _load_masses(mass_ptr, query_row + tl.zeros((1,), tl.int64), splits, used, SPLITS)
     highest = tl.max(m_i)
@@ -429,7 +429,7 @@ def _decode_full(
             CHUNK=32,
             BLOCKS=blocks,
             HEADS=max(1, min(triton.next_power_of_2(group), _HELD_SCORES // blocks)),
-            SELECTED=triton.next_power_of_2(max(1, n_selected)),
+            SELECTED=triton.next_power_of_2(n_selected) if n_selected else 0,
             MEAN=head_reduction == "mean",
             num_warps=4 if blocks <= 1024 else 8,
             **shared,

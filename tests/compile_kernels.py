@@ -52,7 +52,15 @@ def compile_only(kernel: JITFunction, grid: tuple):
 
 
 def main(
-    dtype: str, heads: int, kv_heads: int, head_dim: int, v_head_dim: int, block_size: int, q_len: int = 40
+    dtype: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    block_size: int,
+    q_len: int = 40,
+    n_selected: int = 4,
+    window: int = 128,
 ) -> None:
     """Run every operation forward and backward on states of one shape."""
     triton.runtime.driver.set_active(NoCard())
@@ -66,14 +74,14 @@ def main(
     query, key, value = states(heads, head_dim), states(kv_heads, head_dim), states(kv_heads, v_head_dim)
     gates = {"gate_global": states(heads, v_head_dim), "gate_local": states(heads, v_head_dim)}
     sink = torch.zeros(heads, requires_grad=True)
-    indices = torch.zeros(1, kv_heads, q_len, 4, dtype=torch.int32)
+    indices = torch.zeros(1, kv_heads, q_len, n_selected, dtype=torch.int32)
     options = {"block_size": block_size, "backend": "triton"}
 
     def every_operation(query, indices, gates) -> list[torch.Tensor]:
         return [
-            full_attention_with_oracle(query, key, value, n_selected=4, **options)[0],
+            full_attention_with_oracle(query, key, value, n_selected=n_selected, **options)[0],
             full_attention_with_oracle(query, key, value, n_selected=0, **options)[0],
-            sliding_window_attention(query, key, value, window=128, sink=sink, backend="triton"),
+            sliding_window_attention(query, key, value, window=window, sink=sink, backend="triton"),
             block_sparse_attention(query, key, value, indices, sink=sink, **options),
             sparse_layer_attention(
                 query,
@@ -83,7 +91,7 @@ def main(
                 query,
                 key,
                 value,
-                window=128,
+                window=window,
                 sink_global=sink,
                 sink_local=sink,
                 **gates,

@@ -71,6 +71,15 @@ def test_products_run_on_the_matrix_units():
     assert {kernel["name"] for kernel in found if kernel["wgmma"]} == many_rows | {"_decode_full_kernel"}
 
 
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_numbers_that_are_one(q_len):
+    """Triton makes a constant of such a number, on which kernels must not call what only tensors have."""
+    ones = {"heads": 1, "kv_heads": 1, "n_selected": 1, "window": 1}
+    found = compile_all(dtype="float32", head_dim=16, v_head_dim=16, block_size=16, q_len=q_len, **ones)
+    kinds = ("fwd", "dq") if q_len == 1 else ("fwd", "dq", "decode")
+    assert {kernel["name"] for kernel in found} >= {name for name in KERNELS if any(kind in name for kind in kinds)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
