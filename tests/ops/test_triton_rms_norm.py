@@ -26,8 +26,10 @@ def check(states):
 
 
 def assert_equal(one, other):
+    """Bitwise in the interpreter; a card adds the values of a row in an order that depends on their strides."""
+    tolerance = 2e-6 if DEVICE == "cuda" else 0
     for x, y in zip(one, other, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("shape", [(40,), (3, 64), (2, 7, 100), (1, 9, 5, 128), (1, 3, 5000)], ids=str)
