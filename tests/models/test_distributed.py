@@ -20,7 +20,8 @@ GENERATIONS = pytest.mark.parametrize("generation", ["T1", "T2"])
 def seen(tmp_path_factory):
     """Per rank what the checks of `distributed_worker.py` returned, by name."""
     folder = tmp_path_factory.mktemp("ranks")
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    # Two processes of the CPU: gloo, and no card that a device mesh would rather take.
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     workers = [
         subprocess.Popen(
             [sys.executable, str(WORKER), str(rank), str(folder)],
