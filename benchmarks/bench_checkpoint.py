@@ -4,13 +4,12 @@ python benchmarks/bench_checkpoint.py SOURCE CONVERTED [--lengths 2048,8192] [--
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from bench_generate import BATCHES, VARIANTS, Case, caches_agree, measure_case, rows_of
-from registry import Row, describe
+from registry import Row, describe, write_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hysparse_hf.registration import register
@@ -47,8 +46,7 @@ def main() -> int:
         figures = f"{row.ms:8.2f} ms{row.baseline_ms:9.2f}  {row.baseline}" if row.check_passed else "withheld"
         print(f"{row.n:>7}{row.extra['batch']:>3} {row.extra['variant']:17}{figures}", flush=True)
         if arguments.output:
-            content = {**header, "rows": [row.as_json() for row in rows]}
-            arguments.output.write_text(json.dumps(content, indent=1) + "\n")
+            write_rows(arguments.output, header, rows)
     return int(not all(row.check_passed for row in rows))
 
 

@@ -4,16 +4,22 @@ The caches hold random states of a prompt, so that no prefill is measured. Ours:
 one whose step the library compiles into CUDA graphs, and the mode where sparse layers keep their own keys
 (`share_full_kv=False`). The baseline is a Llama of the same widths with `sdpa`, with the library's DynamicCache and
 with its compiled StaticCache. The time of a step is that between the device's events of two neighbouring steps.
+
+python benchmarks/bench_generate.py "llama dynamic:32768:1" "hysparse growing:32768:1:64" [--output FILE]
+
+measures single cases, `variant:prompt:batch` or `variant:prompt:batch:new tokens`, one after another.
 """
 
+import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from bench_model import PLAN, WIDTHS, build
 from decode_traffic import traffic_of_step
-from registry import Baselines, Row
+from registry import Baselines, Row, describe, write_rows
 from transformers import (
     DynamicCache,
     LlamaConfig,
@@ -232,3 +238,32 @@ def measure(shape: str, n: int, baselines: Baselines) -> Iterator[Row]:
         baselines.times["short prompt",] = 1.0
         cases += [Case(variant, SHORT_PROMPT, 1, LONG_OUTPUT) for variant in VARIANTS]
     yield from rows_of({case: measure_case(case) for case in cases}, right)
+
+
+def named_case(text: str) -> Case:
+    """The case that a command line names."""
+    variant, *sizes = text.split(":")
+    if variant not in VARIANTS or len(sizes) not in (2, 3) or not all(size.isdecimal() for size in sizes):
+        raise argparse.ArgumentTypeError(f"wants variant:prompt:batch[:new tokens], variants {VARIANTS}, got {text!r}")
+    return Case(variant, *map(int, sizes))
+
+
+def main() -> int:
+    """Measure the cases that the command line names; return 1 if our own caches do not agree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+", type=named_case)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    header = describe()
+    right = own_paths_agree()
+    figures = {}
+    for case in arguments.cases:
+        figures[case] = measure_case(case)
+        print(case, {name: found for name, found in figures[case].items() if name != "traffic"}, flush=True)
+        if arguments.output:
+            write_rows(arguments.output, header, list(rows_of(figures, right)))
+    return int(not right)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,6 +1,8 @@
 """What is measured and how: shapes, index sets, timing, checks, and the rows of a result file."""
 
 import datetime
+import json
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -161,5 +163,12 @@ def describe() -> dict:
         "triton": triton.__version__,
         "transformers": transformers.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *arguments]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments]),
     }
+
+
+def write_rows(output: Path, header: dict, rows: list[Row]) -> None:
+    """Write a result file: what `describe` says, and the rows."""
+    content = {**header, "rows": [row.as_json() for row in rows]}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(content, indent=1) + "\n")

@@ -9,7 +9,6 @@ A row is printed only if its operation was right in this run. The package must b
 
 import argparse
 import importlib.util
-import json
 from pathlib import Path
 
 import bench_block_sparse
@@ -20,7 +19,7 @@ import bench_oracle
 import bench_sparse_layer
 import bench_window
 import torch
-from registry import SHAPES, Baselines, Row, describe
+from registry import SHAPES, Baselines, Row, describe, write_rows
 
 
 OPERATIONS = {
@@ -66,9 +65,7 @@ def main() -> int:
                     rows.append(row)
                 torch.cuda.empty_cache()
                 if arguments.output:
-                    content = {**header, "rows": [row.as_json() for row in rows]}
-                    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                    arguments.output.write_text(json.dumps(content, indent=1) + "\n")
+                    write_rows(arguments.output, header, rows)
     if arguments.output and importlib.util.find_spec("matplotlib"):
         from plot import draw
 
