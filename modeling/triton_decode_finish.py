@@ -27,21 +27,33 @@ def combine_parts(
     V_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Maximum, mass and sum of some heads over `COUNT` programs' parts from `part` on."""
-    parts = tl.arange(0, triton.next_power_of_2(max(1, COUNT)))
+    """Maximum, mass and sum of some heads over `COUNT` programs' parts from `part` on.
+
+    Some parts at a time are asked for together and added one after another, so that each head's sum has a place of its
+    own and no two threads meet.
+    """
+    TOGETHER: tl.constexpr = min(16, max(1, COUNT))
     dims = tl.arange(0, BLOCK_DV)
-    place = part + parts[:, None] * GROUP + heads[None, :]
-    mask = (parts < COUNT)[:, None] & valid[None, :]
-    m = tl.load(scratch[1] + place * 2, mask=mask, other=LOWEST)
-    mass = tl.load(scratch[1] + place * 2 + 1, mask=mask, other=0.0)
-    sums = tl.load(
-        scratch[0] + place[:, :, None] * V_DIM + dims[None, None, :],
-        mask=mask[:, :, None] & (dims < V_DIM)[None, None, :],
-        other=0.0,
-    )
-    m_i = tl.max(m, 0)
-    weight = tl.exp2(m - m_i[None, :])
-    return m_i, tl.sum(mass * weight, 0), tl.sum(sums * weight[:, :, None], 0)
+    m_i = tl.full(heads.shape, LOWEST, tl.float32)
+    l_i = tl.zeros(heads.shape, tl.float32)
+    acc = tl.zeros((heads.shape[0], BLOCK_DV), tl.float32)
+    for first in tl.range(0, COUNT, TOGETHER):
+        m_new = m_i
+        for number in tl.static_range(TOGETHER):
+            place = part + (first + number) * GROUP + heads
+            m_new = tl.maximum(m_new, tl.load(scratch[1] + place * 2, valid & (first + number < COUNT), LOWEST))
+        alpha = tl.exp2(m_i - m_new)
+        m_i = m_new
+        l_i *= alpha
+        acc *= alpha[:, None]
+        for number in tl.static_range(TOGETHER):
+            place = part + (first + number) * GROUP + heads
+            exists = valid & (first + number < COUNT)
+            weight = tl.exp2(tl.load(scratch[1] + place * 2, exists, LOWEST) - m_i)
+            l_i += tl.load(scratch[1] + place * 2 + 1, exists, 0.0) * weight
+            rows = scratch[0] + place[:, None] * V_DIM + dims[None, :]
+            acc += tl.load(rows, exists[:, None] & (dims < V_DIM)[None, :], 0.0) * weight[:, None]
+    return m_i, l_i, acc
 
 
 @triton.jit

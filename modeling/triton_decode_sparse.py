@@ -41,12 +41,10 @@ LAUNCH = {
 }
 # Programs to divide the rows among: enough to fill a card of 132 multiprocessors.
 _PROGRAMS = 528
-# Columns of a program at least: what it saves by fewer it loses by more parts to combine.
-_LEAST_COLUMNS = 128
 # Parts of a row's window, or of its blocks, that are combined at most.
 _MOST_PARTS = 64
-# Elements of the parts of some heads that are combined at once.
-_HELD_PARTS = 8192
+# Elements of the output that are combined at once, by heads: what its threads hold of them in registers.
+_HELD_ELEMENTS = 1024
 
 
 @triton.jit
@@ -336,8 +334,7 @@ def _decode_sparse(
     programs = n_near + n_far
     finish_m = padded_dim(group)
     if programs > 1:
-        fitting = _HELD_PARTS // (triton.next_power_of_2(max(n_near, n_far)) * padded_dim(v_dim))
-        finish_m = min(triton.next_power_of_2(group), 1 << (max(1, fitting).bit_length() - 1))
+        finish_m = min(triton.next_power_of_2(group), _HELD_ELEMENTS // padded_dim(v_dim))
     output, lse = _results(a_query, a_value, query is not None and window_query is not None)
     sizes = (rows * group * programs * v_dim, rows * group * programs * 2) if programs > 1 else (0, 0)
     scratch = [torch.empty(size, dtype=torch.float32, device=output.device) for size in sizes]
@@ -387,7 +384,10 @@ def _division(rows: int, window: int, columns: int, tile: int) -> tuple[int, int
     most = min(_PROGRAMS // rows, sum(tiles))
     if most < 2:
         return 0, 1, max(window, columns)
-    each = max(triton.cdiv(sum(tiles), most), triton.cdiv(max(tiles), _MOST_PARTS), _LEAST_COLUMNS // tile)
+    each = max(triton.cdiv(sum(tiles), most), triton.cdiv(max(tiles), _MOST_PARTS))
+    # A program has columns of one kind, so that a few tiles more may be needed than an even share.
+    while sum(triton.cdiv(count, each) for count in tiles) > most:
+        each += 1
     near, far = (triton.cdiv(count, each) for count in tiles)
     return (near, far, each * tile) if near + far > 1 else (0, 1, max(window, columns))
 
