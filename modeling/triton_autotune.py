@@ -31,8 +31,6 @@ from .triton_full_attention import LAUNCH_SCORES as FULL_ATTENTION_SCORES
 from .triton_full_attention import full_attention_with_oracle
 from .triton_sliding_window import LAUNCH as SLIDING_WINDOW
 from .triton_sliding_window import sliding_window_attention
-from .triton_sparse_layer import LAUNCH as SPARSE_LAYER
-from .triton_sparse_layer import sparse_layer_attention
 
 
 logger = logging.getLogger(__name__)
@@ -65,7 +63,6 @@ _TABLES = {
     "full_attention_scores": _Searched(FULL_ATTENTION_SCORES, _ROWS, "oracle"),
     "sliding_window": _Searched(SLIDING_WINDOW, _ROWS, "window"),
     "block_sparse": _Searched(BLOCK_SPARSE, _ROWS, "blocks"),
-    "sparse_layer": _Searched(SPARSE_LAYER, ("columns", "warps", "stages", "columns", "stages"), "sparse_layer"),
     "band_dq": _Searched(BAND_DQ, _ROWS, "full_attention", True),
     "band_dkdv": _Searched(BAND_DKDV, _ROWS, "full_attention", True),
     "window_dq": _Searched(WINDOW_DQ, _ROWS, "window", True),
@@ -167,24 +164,7 @@ def _run(operation: str, states: list[torch.Tensor], indices: torch.Tensor) -> t
         return full_attention_with_oracle(*states, block_size=_BLOCK_SIZE, n_selected=n_selected, **common)[0]
     if operation == "window":
         return sliding_window_attention(*states, window=_WINDOW, **common)[0]
-    if operation == "blocks":
-        return block_sparse_attention(query, key, value, indices, block_size=_BLOCK_SIZE, **common)[0]
-    gate = torch.zeros(*query.shape[:3], value.shape[3], device=query.device, dtype=query.dtype)
-    return sparse_layer_attention(
-        query,
-        key,
-        value,
-        indices,
-        query,
-        key,
-        value,
-        block_size=_BLOCK_SIZE,
-        window=_WINDOW,
-        window_rows=PLAIN_ROWS,
-        gate_global=gate,
-        gate_local=gate,
-        **common,
-    )[0]
+    return block_sparse_attention(query, key, value, indices, block_size=_BLOCK_SIZE, **common)[0]
 
 
 def _indices(key: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,7 @@ from .triton_common import (
 )
 from .triton_decode_common import takes_decode
 from .triton_decode_sparse import decode_blocks
+from .triton_gates import named_strides, pass_gate
 from .triton_selection_layouts import (
     SelectionLayouts,
     check_layouts,
@@ -61,30 +62,71 @@ LAUNCH = {
 
 
 @triton.jit
-def attend_blocks(
-    q,
+def _block_sparse_fwd_kernel(
+    q_ptr,
     key_desc,
     value_desc,
+    out_ptr,
+    lse_ptr,
+    layer,
+    gates,
+    gate_strides,
+    near_gate_strides,
+    sink_ptr,
     starts_ptr,
     masks_ptr,
     counts_ptr,
+    start_ptr,
+    first_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_qd,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_od,
+    stride_fb,
+    stride_fm,
+    KV_HEADS,
+    q_len,
+    gap,
     candidates,
-    batch,
-    kv_head,
-    bit,
-    owned,
-    valid,
     scale,
     one,
+    GROUP: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_START: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    HEADWISE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Maximum, mass and sum of a tile of rows over the union of its blocks; `bit` is each row's place in the masks."""
+    """One tile of queries times its group over the union of its blocks; a sparse layer's window is added, under gates.
+
+    The branch's own output and log-sum-exp are stored where there is place for them, the layer's sum likewise.
+    """
+    batch = tl.program_id(1) // KV_HEADS
+    kv_head = tl.program_id(1) % KV_HEADS
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    steps, group_head, valid = query_rows(tile, q_len, TILE_Q, GROUP, BLOCK_M)
+    heads = kv_head * GROUP + group_head
+    owned, _ = query_places(start_ptr, first_ptr, stride_fb, stride_fm, batch, steps, valid, gap, HAS_START, False)
+    q_base = q_ptr + batch.to(tl.int64) * stride_qb
+    q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
+    unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
+    starts_ptr += unit * candidates
+    masks_ptr += unit * candidates
+    counts_ptr += unit * 2
+    bit = steps - tile * TILE_Q
+
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -124,90 +166,88 @@ def attend_blocks(
             s = tl.where(columns[None, :] <= owned[:, None], s, -float("inf"))
             p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, tl.max(s, 1) * scale, scale, on)
             acc = add_product(acc * alpha[:, None], p.to(v.dtype), v, one, PRECISION)
-    return m_i, l_i, acc
 
-
-@triton.jit
-def _block_sparse_fwd_kernel(
-    q_ptr,
-    key_desc,
-    value_desc,
-    out_ptr,
-    lse_ptr,
-    sink_ptr,
-    starts_ptr,
-    masks_ptr,
-    counts_ptr,
-    start_ptr,
-    first_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_qd,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    stride_od,
-    stride_fb,
-    stride_fm,
-    KV_HEADS,
-    q_len,
-    gap,
-    candidates,
-    scale,
-    one,
-    GROUP: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_START: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One tile of queries times its group over the union of its blocks."""
-    batch = tl.program_id(1) // KV_HEADS
-    kv_head = tl.program_id(1) % KV_HEADS
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    steps, group_head, valid = query_rows(tile, q_len, TILE_Q, GROUP, BLOCK_M)
-    heads = kv_head * GROUP + group_head
-    owned, _ = query_places(start_ptr, first_ptr, stride_fb, stride_fm, batch, steps, valid, gap, HAS_START, False)
-    q_base = q_ptr + batch.to(tl.int64) * stride_qb
-    q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
-    unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
-    m_i, l_i, acc = attend_blocks(
-        q,
-        key_desc,
-        value_desc,
-        starts_ptr + unit * candidates,
-        masks_ptr + unit * candidates,
-        counts_ptr + unit * 2,
-        candidates,
-        batch,
-        kv_head,
-        steps - tile * TILE_Q,
-        owned,
-        valid,
-        scale,
-        one,
-        BLOCK_D,
-        BLOCK_DV,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_SIZE,
-        HAS_START,
-        PRECISION,
-    )
     out, lse = finish_softmax(m_i, l_i, acc, sink_ptr, heads, valid, HAS_SINK)
-    out_base = out_ptr + batch.to(tl.int64) * stride_ob
-    store_rows(out_base, out, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
-    row = (batch * KV_HEADS * GROUP + heads).to(tl.int64)
-    tl.store(lse_ptr + row * q_len + steps, lse, mask=valid)
+    offset = batch.to(tl.int64) * stride_ob
+    if out_ptr is not None:
+        store_rows(out_ptr + offset, out, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
+        row = (batch * KV_HEADS * GROUP + heads).to(tl.int64)
+        tl.store(lse_ptr + row * q_len + steps, lse, mask=valid)
+    if layer[0] is not None:
+        near = load_rows(layer[1] + offset, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
+        near = near.to(tl.float32)
+        out = pass_gate(out, gates[0], gate_strides, batch, steps, heads, valid, HEADWISE, V_DIM, BLOCK_DV)
+        out += pass_gate(near, gates[1], near_gate_strides, batch, steps, heads, valid, HEADWISE, V_DIM, BLOCK_DV)
+        store_rows(layer[0] + offset, out, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
+
+
+def blocks_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    sink: torch.Tensor | None,
+    layouts: SelectionLayouts,
+    query_start: torch.Tensor | None,
+    first_key: torch.Tensor | None,
+    block_size: int,
+    scaling: float,
+    *,
+    results: tuple[torch.Tensor | None, torch.Tensor | None],
+    layer: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    gates: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> None:
+    """Fill `results`, the output and log-sum-exp in base 2 of a checked call, where they are.
+
+    `layer` is a sparse layer's output to fill and its window's output, which lie in memory as `new_output` lays them;
+    `gates` are the logits that the blocks and the window pass before they are added.
+    """
+    batch, heads, q_len, dim = query.shape
+    kv_heads, kv_len, v_dim = value.shape[1:]
+    group = heads // kv_heads
+    filled = results[0] if layer[0] is None else layer[0]
+    _, block_n, warps, stages = launch_sizes(LAUNCH, query, value)
+    block_n = min(block_n, block_size)
+    tile_q = layouts.starts.shape[2] // indices.shape[3]
+    block_m = max(16, triton.next_power_of_2(tile_q * group))
+    with torch.cuda.device_of(query):
+        _block_sparse_fwd_kernel[(layouts.starts.shape[1], batch * kv_heads)](
+            query,
+            key_descriptor(key, block_n),
+            key_descriptor(value, block_n),
+            *results,
+            layer,
+            gates,
+            *(None if gate is None else gate.stride() for gate in gates),
+            sink,
+            layouts.starts,
+            layouts.masks,
+            layouts.counts,
+            **named_strides("q", query),
+            **named_strides("o", filled),
+            **row_arguments(query_start, first_key, batch, q_len),
+            KV_HEADS=kv_heads,
+            q_len=q_len,
+            gap=kv_len - q_len,
+            candidates=layouts.starts.shape[2],
+            scale=scaling * LOG2E,
+            one=1.0,
+            GROUP=group,
+            TILE_Q=tile_q,
+            HEAD_DIM=dim,
+            BLOCK_D=padded_dim(dim),
+            V_DIM=v_dim,
+            BLOCK_DV=padded_dim(v_dim),
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_SIZE=block_size,
+            HAS_SINK=sink is not None,
+            HEADWISE=gates[0] is not None and gates[0].shape[3] != v_dim,
+            PRECISION=precision_of(query),
+            num_warps=warps if block_m >= 128 else 4,
+            num_stages=stages,
+            enable_fp_fusion=may_fuse(query),
+        )
 
 
 @torch.library.custom_op(f"{OP_NAMESPACE}::block_sparse_forward", mutates_args=())
@@ -228,57 +268,12 @@ def _block_sparse_forward(
     block_size: int,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, heads, q_len, dim = query.shape
-    kv_heads, kv_len, v_dim = value.shape[1:]
-    group = heads // kv_heads
-    output = new_output(query, v_dim)
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
-    _, block_n, warps, stages = launch_sizes(LAUNCH, query, value)
-    block_n = min(block_n, block_size)
-    tile_q = starts.shape[2] // indices.shape[3]
-    block_m = max(16, triton.next_power_of_2(tile_q * group))
-    with torch.cuda.device_of(query):
-        _block_sparse_fwd_kernel[(starts.shape[1], batch * kv_heads)](
-            query,
-            key_descriptor(key, block_n),
-            key_descriptor(value, block_n),
-            output,
-            lse,
-            sink,
-            starts,
-            masks,
-            counts,
-            stride_qb=query.stride(0),
-            stride_qh=query.stride(1),
-            stride_qm=query.stride(2),
-            stride_qd=query.stride(3),
-            stride_ob=output.stride(0),
-            stride_oh=output.stride(1),
-            stride_om=output.stride(2),
-            stride_od=output.stride(3),
-            **row_arguments(query_start, first_key, batch, q_len),
-            KV_HEADS=kv_heads,
-            q_len=q_len,
-            gap=kv_len - q_len,
-            candidates=starts.shape[2],
-            scale=scaling * LOG2E,
-            one=1.0,
-            GROUP=group,
-            TILE_Q=tile_q,
-            HEAD_DIM=dim,
-            BLOCK_D=padded_dim(dim),
-            V_DIM=v_dim,
-            BLOCK_DV=padded_dim(v_dim),
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_SIZE=block_size,
-            HAS_SINK=sink is not None,
-            PRECISION=precision_of(query),
-            num_warps=warps if block_m >= 128 else 4,
-            num_stages=stages,
-            enable_fp_fusion=may_fuse(query),
-        )
-    return output, lse
+    results = new_output(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
+    layouts = SelectionLayouts(starts, masks, counts)
+    blocks_forward(
+        query, key, value, indices, sink, layouts, query_start, first_key, block_size, scaling, results=results
+    )
+    return results
 
 
 @_block_sparse_forward.register_fake

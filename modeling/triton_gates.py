@@ -1,4 +1,4 @@
-"""Gates of a sparse layer: how a program loads them, and the gradients that pass them.
+"""Gates of a sparse layer: how a program passes states through them, and the gradients.
 
     do_branch = sigmoid(g) * do,      dg = do * o_branch * sigmoid(g) * (1 - sigmoid(g))
 
@@ -41,6 +41,27 @@ def gate_value(logit):
         root = tl.rsqrt(1 + tl.exp2(logit.to(tl.float32) * -KERNEL_LOG2E))
         gate = root * root
     return gate
+
+
+@triton.jit
+def pass_gate(
+    states,
+    gate_ptr,
+    strides,
+    batch,
+    steps,
+    heads,
+    valid,
+    HEADWISE: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """The float32 states of some rows times their gates; as they are where there is no gate."""
+    if gate_ptr is not None:
+        base = gate_ptr + batch.to(tl.int64) * strides[0]
+        logit = load_gate(base, steps, heads, valid, strides[1], strides[2], strides[3], HEADWISE, V_DIM, BLOCK_DV)
+        states *= gate_value(logit)
+    return states
 
 
 @triton.jit

@@ -51,53 +51,6 @@ LAUNCH = {
 
 
 @triton.jit
-def attend_window(
-    q,
-    key_desc,
-    value_desc,
-    batch,
-    kv_head,
-    owned,
-    first,
-    valid,
-    window,
-    scale,
-    one,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_START: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Maximum, mass and sum of a tile of rows over the last keys of each, from the first that any of them sees."""
-    lowest = tl.maximum(first, owned - window + 1)
-    begin = tl.min(tl.where(valid, lowest, 2147483647), 0)
-    end = tl.max(owned, 0) + 1
-    # Between these two columns every row sees every key.
-    plain_begin = tl.max(tl.where(valid, lowest, 0), 0)
-    plain_end = tl.min(tl.where(valid, owned, 2147483647), 0) + 1
-    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    for column in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        columns = column + tl.arange(0, BLOCK_N)
-        k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
-        v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
-        if HAS_START:
-            # Past a short row's end the cache may hold anything, and 0 * NaN is NaN.
-            v = tl.where((columns < end)[:, None], v, 0.0)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        if (column < plain_begin) | (column + BLOCK_N > plain_end):
-            visible = (columns[None, :] <= owned[:, None]) & (columns[None, :] >= lowest[:, None])
-            s = tl.where(visible, s, -float("inf"))
-        p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, tl.max(s, 1) * scale, scale, valid)
-        acc = add_product(acc * alpha[:, None], p.to(v.dtype), v, one, PRECISION)
-    return m_i, l_i, acc
-
-
-@triton.jit
 def _sliding_window_fwd_kernel(
     q_ptr,
     key_desc,
@@ -147,26 +100,30 @@ def _sliding_window_fwd_kernel(
     )
     q_base = q_ptr + batch.to(tl.int64) * stride_qb
     q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
-    m_i, l_i, acc = attend_window(
-        q,
-        key_desc,
-        value_desc,
-        batch,
-        kv_head,
-        owned,
-        first,
-        valid,
-        window,
-        scale,
-        one,
-        BLOCK_D,
-        BLOCK_DV,
-        BLOCK_M,
-        BLOCK_N,
-        STAGES,
-        HAS_START,
-        PRECISION,
-    )
+
+    lowest = tl.maximum(first, owned - window + 1)
+    begin = tl.min(tl.where(valid, lowest, 2147483647), 0)
+    end = tl.max(owned, 0) + 1
+    # Between these two columns every row sees every key.
+    plain_begin = tl.max(tl.where(valid, lowest, 0), 0)
+    plain_end = tl.min(tl.where(valid, owned, 2147483647), 0) + 1
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    for column in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        columns = column + tl.arange(0, BLOCK_N)
+        k = load_keys(key_desc, batch, kv_head, column, BLOCK_N, BLOCK_D)
+        v = load_keys(value_desc, batch, kv_head, column, BLOCK_N, BLOCK_DV)
+        if HAS_START:
+            # Past a short row's end the cache may hold anything, and 0 * NaN is NaN.
+            v = tl.where((columns < end)[:, None], v, 0.0)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        if (column < plain_begin) | (column + BLOCK_N > plain_end):
+            visible = (columns[None, :] <= owned[:, None]) & (columns[None, :] >= lowest[:, None])
+            s = tl.where(visible, s, -float("inf"))
+        p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, tl.max(s, 1) * scale, scale, valid)
+        acc = add_product(acc * alpha[:, None], p.to(v.dtype), v, one, PRECISION)
+
     out, lse = finish_softmax(m_i, l_i, acc, sink_ptr, heads, valid, HAS_SINK)
     out_base = out_ptr + batch.to(tl.int64) * stride_ob
     store_rows(out_base, out, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
@@ -174,8 +131,7 @@ def _sliding_window_fwd_kernel(
     tl.store(lse_ptr + row * q_len + steps, lse, mask=valid)
 
 
-@torch.library.custom_op(f"{OP_NAMESPACE}::sliding_window_forward", mutates_args=())
-def _sliding_window_forward(
+def window_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -185,6 +141,7 @@ def _sliding_window_forward(
     window: int,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp in base 2 of a checked call."""
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len, v_dim = value.shape[1:]
     output = new_output(query, v_dim)
@@ -229,6 +186,20 @@ def _sliding_window_forward(
             enable_fp_fusion=may_fuse(query),
         )
     return output, lse
+
+
+@torch.library.custom_op(f"{OP_NAMESPACE}::sliding_window_forward", mutates_args=())
+def _sliding_window_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sink: torch.Tensor | None,
+    query_start: torch.Tensor | None,
+    first_key: torch.Tensor | None,
+    window: int,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return window_forward(query, key, value, sink, query_start, first_key, window, scaling)
 
 
 @_sliding_window_forward.register_fake

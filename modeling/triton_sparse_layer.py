@@ -2,226 +2,24 @@
 
     o_t = sigmoid(g_t) * blocks(q_t, k, v) + sigmoid(g'_t) * window(q'_t, k', v')
 
-The specification is `sparse_layer_attention` of the reference. One program attends both branches for its tile of
-queries, the window first, so that neither branch's output leaves the chip; where gradients are wanted, both are stored
-ungated besides. The backward pass splits the gradient between branches and gates, and hands each branch's part to that
-branch's own kernels. Not supported: what either branch does not support.
+The specification is `sparse_layer_attention` of the reference. The window's kernel leaves its output to that of the
+blocks, which passes both through their gates and adds them; where gradients are wanted, both are kept ungated besides.
+The backward pass splits the gradient between branches and gates, and hands each branch's part to that branch's own
+kernels. Not supported: what either branch does not support.
 """
 
 import torch
 
 from .rows_hysparse import Rows
 from .triton_band_backward import band_backward
-from .triton_block_sparse import as_choices, attend_blocks, new_layouts
+from .triton_block_sparse import as_choices, blocks_forward, new_layouts
 from .triton_block_sparse_backward import block_sparse_backward
-from .triton_common import (
-    LOG2E,
-    OP_NAMESPACE,
-    check_block_size,
-    check_supported,
-    finish_softmax,
-    key_descriptor,
-    launch_sizes,
-    load_rows,
-    may_fuse,
-    new_output,
-    padded_dim,
-    precision_of,
-    query_places,
-    query_rows,
-    row_arguments,
-    store_rows,
-    tl,
-    triton,
-)
+from .triton_common import OP_NAMESPACE, check_block_size, check_supported, new_output
 from .triton_decode_common import takes_decode
 from .triton_decode_sparse import decode_sparse_layer
-from .triton_gates import gate_value, gates_backward, load_gate, named_strides
+from .triton_gates import gates_backward
 from .triton_selection_layouts import SelectionLayouts, check_layouts, inverse_lists
-from .triton_sliding_window import attend_window
-
-
-# (bytes per element, padded head dimension at most) -> for the blocks (BLOCK_N at most, warps, stages), for the window
-# (BLOCK_N, stages); the rows are those of the layout's tiles. Two bytes, 128: NVIDIA H200, triton 3.6, 2026-11-30; the
-# others only keep within a card's memory.
-LAUNCH = {
-    (2, 128): (64, 4, 3, 64, 2),
-    (2, 256): (64, 4, 2, 32, 2),
-    (4, 128): (32, 4, 2, 32, 1),
-    (4, 256): (32, 4, 1, 32, 1),
-}
-
-
-@triton.jit
-def _sparse_layer_fwd_kernel(
-    q_ptr,
-    key_desc,
-    value_desc,
-    window_q_ptr,
-    window_key_desc,
-    window_value_desc,
-    gate_ptr,
-    window_gate_ptr,
-    sink_ptr,
-    window_sink_ptr,
-    out_ptr,
-    blocks_out_ptr,
-    blocks_lse_ptr,
-    window_out_ptr,
-    window_lse_ptr,
-    starts_ptr,
-    masks_ptr,
-    counts_ptr,
-    start_ptr,
-    window_start_ptr,
-    window_first_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_qd,
-    stride_wb,
-    stride_wh,
-    stride_wm,
-    stride_wd,
-    stride_gb,
-    stride_gh,
-    stride_gm,
-    stride_gd,
-    stride_vb,
-    stride_vh,
-    stride_vm,
-    stride_vd,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    stride_od,
-    stride_fb,
-    stride_fm,
-    KV_HEADS,
-    q_len,
-    gap,
-    window_gap,
-    window,
-    candidates,
-    scale,
-    one,
-    GROUP: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW_N: tl.constexpr,
-    WINDOW_STAGES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_START: tl.constexpr,
-    WINDOW_HAS_START: tl.constexpr,
-    WINDOW_HAS_FIRST: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    WINDOW_HAS_SINK: tl.constexpr,
-    HAS_GATES: tl.constexpr,
-    HEADWISE: tl.constexpr,
-    KEEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Both branches of one tile of queries times its group, gated and added."""
-    batch = tl.program_id(1) // KV_HEADS
-    kv_head = tl.program_id(1) % KV_HEADS
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    steps, group_head, valid = query_rows(tile, q_len, TILE_Q, GROUP, BLOCK_M)
-    heads = kv_head * GROUP + group_head
-    row = (batch * KV_HEADS * GROUP + heads).to(tl.int64) * q_len + steps
-    out_offset = batch.to(tl.int64) * stride_ob
-
-    # All rows are asked for before any is needed: what waits for memory here would wait alone later.
-    q_base = q_ptr + batch.to(tl.int64) * stride_qb
-    q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
-    q_base = window_q_ptr + batch.to(tl.int64) * stride_wb
-    window_q = load_rows(q_base, steps, heads, valid, stride_wh, stride_wm, stride_wd, HEAD_DIM, BLOCK_D)
-    if HAS_GATES:
-        gate_base = gate_ptr + batch.to(tl.int64) * stride_gb
-        gate = load_gate(gate_base, steps, heads, valid, stride_gh, stride_gm, stride_gd, HEADWISE, V_DIM, BLOCK_DV)
-        gate_base = window_gate_ptr + batch.to(tl.int64) * stride_vb
-        near_gate = load_gate(
-            gate_base, steps, heads, valid, stride_vh, stride_vm, stride_vd, HEADWISE, V_DIM, BLOCK_DV
-        )
-
-    owned, first = query_places(
-        window_start_ptr,
-        window_first_ptr,
-        stride_fb,
-        stride_fm,
-        batch,
-        steps,
-        valid,
-        window_gap,
-        WINDOW_HAS_START,
-        WINDOW_HAS_FIRST,
-    )
-    m_i, l_i, acc = attend_window(
-        window_q,
-        window_key_desc,
-        window_value_desc,
-        batch,
-        kv_head,
-        owned,
-        first,
-        valid,
-        window,
-        scale,
-        one,
-        BLOCK_D,
-        BLOCK_DV,
-        BLOCK_M,
-        WINDOW_N,
-        WINDOW_STAGES,
-        WINDOW_HAS_START,
-        PRECISION,
-    )
-    near, lse = finish_softmax(m_i, l_i, acc, window_sink_ptr, heads, valid, WINDOW_HAS_SINK)
-    if KEEP:
-        kept = window_out_ptr + out_offset
-        store_rows(kept, near, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
-        tl.store(window_lse_ptr + row, lse, mask=valid)
-    if HAS_GATES:
-        near *= gate_value(near_gate)
-
-    owned, _ = query_places(start_ptr, None, 0, 0, batch, steps, valid, gap, HAS_START, False)
-    unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
-    m_i, l_i, acc = attend_blocks(
-        q,
-        key_desc,
-        value_desc,
-        starts_ptr + unit * candidates,
-        masks_ptr + unit * candidates,
-        counts_ptr + unit * 2,
-        candidates,
-        batch,
-        kv_head,
-        steps - tile * TILE_Q,
-        owned,
-        valid,
-        scale,
-        one,
-        BLOCK_D,
-        BLOCK_DV,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_SIZE,
-        HAS_START,
-        PRECISION,
-    )
-    out, lse = finish_softmax(m_i, l_i, acc, sink_ptr, heads, valid, HAS_SINK)
-    if KEEP:
-        kept = blocks_out_ptr + out_offset
-        store_rows(kept, out, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
-        tl.store(blocks_lse_ptr + row, lse, mask=valid)
-    if HAS_GATES:
-        out *= gate_value(gate)
-    out_base = out_ptr + out_offset
-    store_rows(out_base, out + near, steps, heads, valid, stride_oh, stride_om, stride_od, V_DIM, BLOCK_DV)
+from .triton_sliding_window import window_forward
 
 
 @torch.library.custom_op(f"{OP_NAMESPACE}::sparse_layer_forward", mutates_args=())
@@ -252,90 +50,39 @@ def _sparse_layer_forward(
     scaling: float,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch, heads, q_len, dim = query.shape
-    kv_heads, kv_len, v_dim = value.shape[1:]
-    group = heads // kv_heads
-    output = new_output(query, v_dim)
-    kept = _branch_results(query, v_dim, keep)
-    block_n, warps, stages, window_n, window_stages = launch_sizes(LAUNCH, query, value)
-    block_n = min(block_n, block_size)
-    tile_q = starts.shape[2] // indices.shape[3]
-    near = row_arguments(window_start, window_first, batch, q_len)
-    with torch.cuda.device_of(query):
-        _sparse_layer_fwd_kernel[(starts.shape[1], batch * kv_heads)](
-            query,
-            key_descriptor(key, block_n),
-            key_descriptor(value, block_n),
-            window_query,
-            key_descriptor(window_key, window_n),
-            key_descriptor(window_value, window_n),
-            gate_global,
-            gate_local,
-            sink_global,
-            sink_local,
-            output,
-            *kept,
-            starts,
-            masks,
-            counts,
-            query_start,
-            near["start_ptr"],
-            near["first_ptr"],
-            **named_strides("q", query),
-            **named_strides("w", window_query),
-            **named_strides("g", gate_global),
-            **named_strides("v", gate_local),
-            **named_strides("o", output),
-            stride_fb=near["stride_fb"],
-            stride_fm=near["stride_fm"],
-            KV_HEADS=kv_heads,
-            q_len=q_len,
-            gap=kv_len - q_len,
-            window_gap=window_key.shape[2] - q_len,
-            window=window,
-            candidates=starts.shape[2],
-            scale=scaling * LOG2E,
-            one=1.0,
-            GROUP=group,
-            TILE_Q=tile_q,
-            HEAD_DIM=dim,
-            BLOCK_D=padded_dim(dim),
-            V_DIM=v_dim,
-            BLOCK_DV=padded_dim(v_dim),
-            BLOCK_M=max(16, triton.next_power_of_2(tile_q * group)),
-            BLOCK_N=block_n,
-            WINDOW_N=window_n,
-            WINDOW_STAGES=window_stages,
-            BLOCK_SIZE=block_size,
-            HAS_START=query_start is not None,
-            WINDOW_HAS_START=near["HAS_START"],
-            WINDOW_HAS_FIRST=near["HAS_FIRST"],
-            HAS_SINK=sink_global is not None,
-            WINDOW_HAS_SINK=sink_local is not None,
-            HAS_GATES=gate_global is not None,
-            HEADWISE=gate_global is not None and gate_global.shape[3] != v_dim,
-            KEEP=keep,
-            PRECISION=precision_of(query),
-            num_warps=warps,
-            num_stages=stages,
-            enable_fp_fusion=may_fuse(query),
-        )
-    return output, *kept
+    output = new_output(query, value.shape[3])
+    near = window_forward(
+        window_query, window_key, window_value, sink_local, window_start, window_first, window, scaling
+    )
+    far = _branch_results(query, value, keep)
+    blocks_forward(
+        query,
+        key,
+        value,
+        indices,
+        sink_global,
+        SelectionLayouts(starts, masks, counts),
+        query_start,
+        first_key,
+        block_size,
+        scaling,
+        results=far if keep else (None, None),
+        layer=(output, near[0]),
+        gates=(gate_global, gate_local),
+    )
+    return output, *far, *(near if keep else _branch_results(query, value, keep))
 
 
-def _branch_results(
-    query: torch.Tensor, v_dim: int, keep: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised output and log-sum-exp of both branches, empty where nobody needs them."""
-    lse = torch.empty(query.shape[:3] if keep else 0, dtype=torch.float32, device=query.device)
-    output = new_output(query, v_dim) if keep else query.new_empty(0)
-    return output, lse, torch.empty_like(output), torch.empty_like(lse)
+def _branch_results(query: torch.Tensor, value: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised output and log-sum-exp of a branch, empty where nobody needs them."""
+    lse = query.new_empty(query.shape[:3] if keep else 0, dtype=torch.float32)
+    return new_output(query, value.shape[3]) if keep else query.new_empty(0), lse
 
 
 @_sparse_layer_forward.register_fake
 def _(query, key, value, *others):
-    v_dim = value.shape[-1]
-    return new_output(query, v_dim), *_branch_results(query, v_dim, others[-1])
+    far, near = (_branch_results(query, value, others[-1]) for _ in range(2))
+    return new_output(query, value.shape[3]), *far, *near
 
 
 @torch.library.custom_op(f"{OP_NAMESPACE}::sparse_layer_backward", mutates_args=())

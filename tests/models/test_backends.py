@@ -19,15 +19,14 @@ from hysparse_hf.modeling import (  # noqa: E402
     triton_rotary,
     triton_selection_layouts,
     triton_sliding_window,
-    triton_sparse_layer,
     triton_swiglu,
 )
 
 
-# Per operation the module and the kernel of its forward pass.
+# Per operation a kernel of its forward pass, and its module.
 KERNELS = {
     "full_attention_with_oracle": (triton_full_attention, "_full_attention_fwd_kernel"),
-    "sparse_layer_attention": (triton_sparse_layer, "_sparse_layer_fwd_kernel"),
+    "sparse_layer_attention": (triton_block_sparse, "_block_sparse_fwd_kernel"),
     "block_sparse_attention": (triton_block_sparse, "_block_sparse_fwd_kernel"),
     "sliding_window_attention": (triton_sliding_window, "_sliding_window_fwd_kernel"),
     "rms_norm": (triton_rms_norm, "_rms_norm_fwd_kernel"),

@@ -22,7 +22,6 @@ KERNELS = {
     "_sliding_window_fwd_kernel",
     "_tile_union_kernel",
     "_block_sparse_fwd_kernel",
-    "_sparse_layer_fwd_kernel",
     "_row_terms_kernel",
     "_band_dq_kernel",
     "_band_dkdv_kernel",

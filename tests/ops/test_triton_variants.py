@@ -12,15 +12,17 @@ pytest.importorskip("triton")
 
 from hysparse_hf.modeling import (  # noqa: E402
     triton_band_backward,
+    triton_block_sparse,
     triton_block_sparse_backward,
     triton_full_attention,
-    triton_sparse_layer,
+    triton_sliding_window,
 )
 
 
 KERNELS = (
     triton_full_attention._full_attention_fwd_kernel,
-    triton_sparse_layer._sparse_layer_fwd_kernel,
+    triton_block_sparse._block_sparse_fwd_kernel,
+    triton_sliding_window._sliding_window_fwd_kernel,
     triton_block_sparse_backward._block_sparse_dq_kernel,
     triton_block_sparse_backward._block_sparse_dkdv_kernel,
     triton_band_backward._band_dq_kernel,
