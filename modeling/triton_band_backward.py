@@ -14,6 +14,7 @@ from .triton_common import (
     KERNEL_LOG2E,
     LOG2E,
     add_product,
+    cdiv,
     key_descriptor,
     launch_sizes,
     load_keys,
@@ -439,7 +440,7 @@ def band_backward(
     most_m, block_n, warps, stages = launch_sizes(table_dq, query, value)
     block_m, tile_q = tile_rows(q_len, group, most_m)
     with torch.cuda.device_of(query):
-        _band_dq_kernel[(triton.cdiv(q_len, tile_q), batch * kv_heads)](
+        _band_dq_kernel[(cdiv(q_len, tile_q), batch * kv_heads)](
             query,
             key_descriptor(key, block_n),
             key_descriptor(value, block_n),
@@ -465,7 +466,7 @@ def band_backward(
         )
         most_m, block_n, warps, stages = launch_sizes(table_dkdv, query, value)
         block_m, tile_q = tile_rows(q_len, group, most_m)
-        _band_dkdv_kernel[(triton.cdiv(kv_len, block_n), batch * kv_heads)](
+        _band_dkdv_kernel[(cdiv(kv_len, block_n), batch * kv_heads)](
             query,
             key_descriptor(key, block_n),
             key_descriptor(value, block_n),

@@ -28,6 +28,7 @@ from .triton_common import (
     load_rows,
     may_fuse,
     new_output,
+    next_power_of_2,
     online_softmax,
     padded_dim,
     precision_of,
@@ -209,7 +210,7 @@ def blocks_forward(
     _, block_n, warps, stages = launch_sizes(LAUNCH, query, value)
     block_n = min(block_n, block_size)
     tile_q = layouts.starts.shape[2] // indices.shape[3]
-    block_m = max(16, triton.next_power_of_2(tile_q * group))
+    block_m = max(16, next_power_of_2(tile_q * group))
     with torch.cuda.device_of(query):
         _block_sparse_fwd_kernel[(layouts.starts.shape[1], batch * kv_heads)](
             query,

@@ -10,12 +10,14 @@ from .triton_band_backward import add_dq, finish_dq, load_refined, store_key_gra
 from .triton_common import (
     LOG2E,
     add_product,
+    cdiv,
     key_descriptor,
     launch_sizes,
     load_keys,
     load_rows,
     load_terms,
     may_fuse,
+    next_power_of_2,
     padded_dim,
     precision_of,
     query_places,
@@ -354,7 +356,7 @@ def block_sparse_backward(
     }
     _, block_n, warps, stages = launch_sizes(LAUNCH_DQ, query, value)
     block_n = min(block_n, block_size)
-    block_m = max(16, triton.next_power_of_2(tile_q * group))
+    block_m = max(16, next_power_of_2(tile_q * group))
     with torch.cuda.device_of(query):
         _block_sparse_dq_kernel[(layouts.starts.shape[1], batch * kv_heads)](
             query,
@@ -385,9 +387,9 @@ def block_sparse_backward(
             **common,
         )
         block_m, block_n, warps, stages = launch_sizes(LAUNCH_DKDV, query, value)
-        block_m = max(block_m, triton.next_power_of_2(group))
+        block_m = max(block_m, next_power_of_2(group))
         block_n = min(block_n, block_size)
-        num_blocks = triton.cdiv(kv_len, block_size)
+        num_blocks = cdiv(kv_len, block_size)
         num_lists = batch * kv_heads * num_blocks
         pieces = cut_lists(layouts, q_len, group, block_size, padded_dim(dim) + padded_dim(v_dim))
         _block_sparse_dkdv_kernel[((pieces.cuts + num_lists) * (block_size // block_n),)](

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from .triton_common import query_places, row_arguments, tl, triton
+from .triton_common import cdiv, next_power_of_2, query_places, row_arguments, tl, triton
 
 
 _LOWEST_KEY = tl.constexpr(-2147483648)
@@ -21,15 +21,13 @@ _HIGHEST_KEY = tl.constexpr(2147483647)
 # NVIDIA H200, triton 3.6, 2026-12-01.
 _MOST_QUERIES = 8
 _PROGRAM_SCORES = 8192
-# A program is as wide as all blocks, or half or a quarter where its queries see no more: few variants to compile.
-_WIDTHS = (4, 2, 1)
 
 
 @triton.jit
 def store_highest(score, row_ptrs, valid, n_selected, SELECTED: tl.constexpr):
     """Store the ids of each row's highest scores at `row_ptrs`: ascending, ties to the lower id, then -1.
 
-    A score of -inf is not chosen.
+    A score of -inf or NaN is not chosen.
     """
     seen = score > -float("inf")
     # Both zeros are one value, as they are to a comparison of floats.
@@ -184,15 +182,13 @@ def block_topk(
     """
     batch, kv_heads, q_len, n_selected = indices.shape
     _, num_blocks, group, chunk = scores.shape
-    width = triton.next_power_of_2(num_blocks)
-    seen = triton.cdiv(steps[1] + gap, block_size)
-    blocks = next(width // part for part in _WIDTHS if width % part == 0 and width // part >= min(seen, num_blocks))
+    blocks = next_power_of_2(num_blocks)
     queries = min(_MOST_QUERIES, max(1, _PROGRAM_SCORES // blocks))
     held = queries * blocks
-    # 32 scores a thread, 64 where that takes more than four warps.
+    # 32 scores a thread, 64 where that takes more than four warps, and more where that takes more than 16.
     warps = max(1, min(held // 1024, max(4, held // 2048), 16))
     with torch.cuda.device_of(scores):
-        _block_topk_kernel[(triton.cdiv(steps[1] - steps[0], queries), batch * kv_heads)](
+        _block_topk_kernel[(cdiv(steps[1] - steps[0], queries), batch * kv_heads)](
             scores,
             lse,
             indices,
@@ -212,7 +208,7 @@ def block_topk(
             BLOCK_SIZE=block_size,
             QUERIES=queries,
             BLOCKS=blocks,
-            SELECTED=triton.next_power_of_2(n_selected),
+            SELECTED=next_power_of_2(n_selected),
             MEAN=head_reduction == "mean",
             num_warps=warps,
         )

@@ -228,7 +228,7 @@ def row_terms(
     refine = torch.empty_like(lse) if output.dtype == torch.float32 else None
     block_dv = padded_dim(dim)
     with torch.cuda.device_of(output):
-        _row_terms_kernel[(triton.cdiv(q_len, 64), batch * heads)](
+        _row_terms_kernel[(cdiv(q_len, 64), batch * heads)](
             output,
             grad_output,
             lse,
@@ -271,10 +271,19 @@ def sink_gradient(terms: torch.Tensor, sink: torch.Tensor | None) -> torch.Tenso
     return terms.new_empty(0) if sink is None else terms.sum((0, 2)).to(sink.dtype)
 
 
+def cdiv(length: int, size: int) -> int:
+    """How many parts of `size` hold `length`. Triton's own function takes microseconds, at every launch."""
+    return -(-length // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`, which is positive; see `cdiv`."""
+    return 1 << (n - 1).bit_length()
+
+
 def padded_dim(dim: int) -> int:
     """Width of the tile that holds `dim` columns: a power of two, and at least what a matrix product takes."""
-    # Triton's own function costs more than a launch, and every call of a decode step asks.
-    return max(16, 1 << (dim - 1).bit_length())
+    return max(16, next_power_of_2(dim))
 
 
 def key_descriptor(states: torch.Tensor, block_n: int) -> TensorDescriptor:
@@ -302,12 +311,12 @@ def key_descriptor(states: torch.Tensor, block_n: int) -> TensorDescriptor:
 
 def tile_rows(q_len: int, group: int, most: int, most_queries: int | None = None) -> tuple[int, int]:
     """`(BLOCK_M, TILE_Q)`: rows per program, at most `most` unless one query's group is larger, and its queries."""
-    block_m = min(most, max(16, triton.next_power_of_2(q_len * group)))
-    block_m = max(block_m, triton.next_power_of_2(group))
+    block_m = min(most, max(16, next_power_of_2(q_len * group)))
+    block_m = max(block_m, next_power_of_2(group))
     queries = block_m // group
     if most_queries is not None and queries > most_queries:
         queries = most_queries
-        block_m = max(16, triton.next_power_of_2(queries * group))
+        block_m = max(16, next_power_of_2(queries * group))
     return block_m, queries
 
 

@@ -5,10 +5,10 @@ from .triton_gates import gate_value
 
 
 @triton.jit
-def store_part(scratch, part, state, heads, valid, V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Store the maximum, mass and sum that one program found, at heads `part` and following of the scratch."""
+def store_part(scratch, part, state, group_head, valid, V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Store the maximum, mass and sum that a program found for heads of a group, from row `part` of the scratch on."""
     dims = tl.arange(0, BLOCK_DV)
-    place = part + heads
+    place = part + group_head
     tl.store(scratch[1] + place * 2, state[0], mask=valid)
     tl.store(scratch[1] + place * 2 + 1, state[1], mask=valid)
     tl.store(
@@ -20,34 +20,34 @@ def store_part(scratch, part, state, heads, valid, V_DIM: tl.constexpr, BLOCK_DV
 def combine_parts(
     scratch,
     part,
-    heads,
+    group_head,
     valid,
     COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Maximum, mass and sum of some heads over `COUNT` programs' parts from `part` on.
+    """Maximum, mass and sum of some heads of a group over `COUNT` programs' parts, from row `part` of the scratch on.
 
-    Some parts at a time are asked for together and added one after another, so that each head's sum has a place of its
-    own and no two threads meet.
+    Parts are asked for several at a time and added one after another: each value is summed in one thread's register,
+    and no sum goes across threads.
     """
     TOGETHER: tl.constexpr = min(16, max(1, COUNT))
     dims = tl.arange(0, BLOCK_DV)
-    m_i = tl.full(heads.shape, LOWEST, tl.float32)
-    l_i = tl.zeros(heads.shape, tl.float32)
-    acc = tl.zeros((heads.shape[0], BLOCK_DV), tl.float32)
+    m_i = tl.full(group_head.shape, LOWEST, tl.float32)
+    l_i = tl.zeros(group_head.shape, tl.float32)
+    acc = tl.zeros((group_head.shape[0], BLOCK_DV), tl.float32)
     for first in tl.range(0, COUNT, TOGETHER):
         m_new = m_i
         for number in tl.static_range(TOGETHER):
-            place = part + (first + number) * GROUP + heads
+            place = part + (first + number) * GROUP + group_head
             m_new = tl.maximum(m_new, tl.load(scratch[1] + place * 2, valid & (first + number < COUNT), LOWEST))
         alpha = tl.exp2(m_i - m_new)
         m_i = m_new
         l_i *= alpha
         acc *= alpha[:, None]
         for number in tl.static_range(TOGETHER):
-            place = part + (first + number) * GROUP + heads
+            place = part + (first + number) * GROUP + group_head
             exists = valid & (first + number < COUNT)
             weight = tl.exp2(tl.load(scratch[1] + place * 2, exists, LOWEST) - m_i)
             l_i += tl.load(scratch[1] + place * 2 + 1, exists, 0.0) * weight

@@ -18,12 +18,14 @@ from .triton_common import (
     LOWEST,
     OP_NAMESPACE,
     add_product,
+    cdiv,
     key_descriptor,
     launch_sizes,
     load_keys,
     load_rows,
     may_fuse,
     new_output,
+    next_power_of_2,
     online_softmax,
     padded_dim,
     precision_of,
@@ -362,15 +364,15 @@ def _decode_full(
     # Queries of several documents see the row from different columns, so each is a tile of its own.
     most_queries = 1 if first_key is not None and first_key.shape[1] > 1 else None
     block_m, tile_q = tile_rows(q_len, group, _MOST_ROWS, most_queries)
-    tiles = triton.cdiv(q_len, tile_q)
-    splits = max(1, min(triton.cdiv(kv_len, unit), _PROGRAMS // (batch * kv_heads * tiles)))
-    num_blocks = triton.cdiv(kv_len, block_size)
+    tiles = cdiv(q_len, tile_q)
+    splits = max(1, min(cdiv(kv_len, unit), _PROGRAMS // (batch * kv_heads * tiles)))
+    num_blocks = cdiv(kv_len, block_size)
     rows = batch * heads * q_len
     acc, mass, scores = (
         torch.empty(size, dtype=torch.float32, device=query.device)
         for size in (rows * splits * v_dim, rows * splits * 2, rows * num_blocks if n_selected else 0)
     )
-    blocks = max(128, triton.next_power_of_2(num_blocks)) if n_selected else 1
+    blocks = max(128, next_power_of_2(num_blocks)) if n_selected else 1
     shared = {
         "rows": row_tuple(query_start, first_key, batch, q_len),
         "KV_HEADS": kv_heads,
@@ -425,11 +427,11 @@ def _decode_full(
             log_group=math.log2(group),
             ln2=LN2,
             UNIT=unit,
-            SPLITS=max(16, triton.next_power_of_2(splits)),
+            SPLITS=max(16, next_power_of_2(splits)),
             CHUNK=32,
             BLOCKS=blocks,
-            HEADS=max(1, min(triton.next_power_of_2(group), _HELD_SCORES // blocks)),
-            SELECTED=triton.next_power_of_2(n_selected) if n_selected else 0,
+            HEADS=max(1, min(next_power_of_2(group), _HELD_SCORES // blocks)),
+            SELECTED=next_power_of_2(n_selected) if n_selected else 0,
             MEAN=head_reduction == "mean",
             num_warps=4 if blocks <= 1024 else 8,
             **shared,

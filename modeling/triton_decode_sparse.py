@@ -17,10 +17,12 @@ from .triton_common import (
     LOWEST,
     OP_NAMESPACE,
     add_product,
+    cdiv,
     launch_sizes,
     load_rows,
     may_fuse,
     new_output,
+    next_power_of_2,
     online_softmax,
     padded_dim,
     precision_of,
@@ -53,7 +55,7 @@ def _chosen_block(indices_ptr, slot, first, owned, BLOCK_SIZE: tl.constexpr, N_S
 
     The latter waits for comparisons that the keys need not wait for.
     """
-    SLOTS: tl.constexpr = min(64, max(2, triton.next_power_of_2(N_SELECTED)))
+    SLOTS: tl.constexpr = min(64, triton.next_power_of_2(N_SELECTED))
     id = tl.load(indices_ptr + slot)
     # Before it is multiplied: an id past the query's own block chooses nothing, however large.
     exists = (id >= 0) & (owned >= first) & (id <= (owned - first) // BLOCK_SIZE)
@@ -334,7 +336,7 @@ def _decode_sparse(
     programs = n_near + n_far
     finish_m = padded_dim(group)
     if programs > 1:
-        finish_m = min(triton.next_power_of_2(group), _HELD_ELEMENTS // padded_dim(v_dim))
+        finish_m = min(next_power_of_2(group), _HELD_ELEMENTS // padded_dim(v_dim))
     output, lse = _results(a_query, a_value, query is not None and window_query is not None)
     sizes = (rows * group * programs * v_dim, rows * group * programs * 2) if programs > 1 else (0, 0)
     scratch = [torch.empty(size, dtype=torch.float32, device=output.device) for size in sizes]
@@ -380,16 +382,17 @@ def _decode_sparse(
 
 def _division(rows: int, window: int, columns: int, tile: int) -> tuple[int, int, int]:
     """Programs per row for the window and for the blocks, and columns for each; one for all where rows are many."""
-    tiles = [triton.cdiv(length, tile) for length in (window, columns)]
+    tiles = cdiv(window, tile), cdiv(columns, tile)
     most = min(_PROGRAMS // rows, sum(tiles))
     if most < 2:
         return 0, 1, max(window, columns)
-    each = max(triton.cdiv(sum(tiles), most), triton.cdiv(max(tiles), _MOST_PARTS))
-    # A program has columns of one kind, so that a few tiles more may be needed than an even share.
-    while sum(triton.cdiv(count, each) for count in tiles) > most:
-        each += 1
-    near, far = (triton.cdiv(count, each) for count in tiles)
-    return (near, far, each * tile) if near + far > 1 else (0, 1, max(window, columns))
+    each = max(cdiv(sum(tiles), most), cdiv(max(tiles), _MOST_PARTS))
+    parts = [cdiv(count, each) for count in tiles]
+    if sum(parts) > most:
+        # By one, since each was rounded up: the least larger share that saves a program.
+        each = min(cdiv(count, number - 1) for count, number in zip(tiles, parts, strict=True) if number > 1)
+        parts = [cdiv(count, each) for count in tiles]
+    return (*parts, each * tile) if sum(parts) > 1 else (0, 1, max(window, columns))
 
 
 def _dense(states: torch.Tensor | None) -> torch.Tensor | None:
@@ -490,4 +493,5 @@ def decode_window(
     """`sliding_window_attention` of a checked call with few queries: `(output, lse, None)`."""
     states = (None, None, None, None, query, key, value, None, None, None, sink)
     places = (None, None, rows.query_start, rows.first_key)
-    return *_decode_sparse(*states, *places, 16, window, float(scaling)), None
+    block_size = 16  # Of no blocks.
+    return *_decode_sparse(*states, *places, block_size, window, float(scaling)), None

@@ -20,6 +20,7 @@ from .triton_common import (
     LOWEST,
     OP_NAMESPACE,
     add_product,
+    cdiv,
     check_block_size,
     check_supported,
     finish_softmax,
@@ -194,10 +195,10 @@ def _query_chunks(q_len: int, gap: int, step: int, bytes_per_block: int, block_s
     start = 0
     while start < q_len:
         # A chunk that ends at the last query needs the most blocks; one that ends earlier fits all the more.
-        blocks = triton.cdiv(gap + q_len, block_size)
+        blocks = cdiv(gap + q_len, block_size)
         length = max(step, SCRATCH_BYTES // (bytes_per_block * blocks) // step * step)
         stop = min(q_len, start + length)
-        yield start, stop, triton.cdiv(gap + stop, block_size)
+        yield start, stop, cdiv(gap + stop, block_size)
         start = stop
 
 
@@ -238,7 +239,7 @@ def _full_attention_forward(
         scratch = torch.empty(size, dtype=torch.float32, device=query.device)
     for start, stop, blocks in chunks:
         with torch.cuda.device_of(query):
-            _full_attention_fwd_kernel[(triton.cdiv(stop - start, tile_q), batch * kv_heads)](
+            _full_attention_fwd_kernel[(cdiv(stop - start, tile_q), batch * kv_heads)](
                 query,
                 *descriptors,
                 output,

@@ -7,7 +7,7 @@ Gates stand per head or per element; per head, dg is the sum over the elements.
 
 import torch
 
-from .triton_common import KERNEL_LOG2E, load_rows, may_fuse, new_output, padded_dim, store_rows, tl, triton
+from .triton_common import KERNEL_LOG2E, cdiv, load_rows, may_fuse, new_output, padded_dim, store_rows, tl, triton
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def gates_backward(
     grads = torch.empty_like(blocks_output), torch.empty_like(blocks_output)
     gates = new_output(gate_global, gate_global.shape[3]), new_output(gate_local, gate_local.shape[3])
     with torch.cuda.device_of(grad_output):
-        _gates_bwd_kernel[(triton.cdiv(q_len, 32), batch * heads)](
+        _gates_bwd_kernel[(cdiv(q_len, 32), batch * heads)](
             grad_output,
             blocks_output,
             window_output,

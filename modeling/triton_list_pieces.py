@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .triton_band_backward import store_key_gradient
-from .triton_common import padded_dim, tl, triton
+from .triton_common import cdiv, padded_dim, tl, triton
 from .triton_selection_layouts import SelectionLayouts
 
 
@@ -122,7 +122,7 @@ def _add_pieces_kernel(
 def cut_lists(layouts: SelectionLayouts, q_len: int, group: int, block_size: int, width: int) -> ListPieces:
     """Cut the lists of a call; `width` is that of a key's and a value's tile together."""
     choices = layouts.queries.numel()
-    length = max(triton.cdiv(PIECE_ROWS, group), triton.cdiv(choices, MOST_CUTS * 64 // block_size))
+    length = max(cdiv(PIECE_ROWS, group), cdiv(choices, MOST_CUTS * 64 // block_size))
     # A query stands in a list once, or twice where documents begin anywhere.
     longest = q_len * (2 if layouts.begins.numel() else 1)
     if not choices or longest <= 2 * length:
@@ -153,7 +153,7 @@ def add_pieces(
         layouts.offsets,
         pieces.lists,
         kv_len=kv_len,
-        num_blocks=triton.cdiv(kv_len, block_size),
+        num_blocks=cdiv(kv_len, block_size),
         piece=pieces.length,
         cuts=pieces.cuts,
         scaling=scaling,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .triton_common import OP_NAMESPACE, query_places, row_arguments, tl, triton
+from .triton_common import OP_NAMESPACE, cdiv, next_power_of_2, query_places, row_arguments, tl, triton
 
 
 # Bits of a mask, and a bound on the choices that one program sorts.
@@ -47,7 +47,7 @@ def check_layouts(layouts: SelectionLayouts, query: torch.Tensor, indices: torch
     rows, tiles, candidates = layouts[0].shape
     batch, kv_heads, q_len, n_selected = indices.shape
     tile_q, rest = divmod(candidates, max(1, n_selected))
-    if rows != batch * kv_heads or rest or not tile_q or tiles != triton.cdiv(q_len, tile_q):
+    if rows != batch * kv_heads or rest or not tile_q or tiles != cdiv(q_len, tile_q):
         raise ValueError(
             f"`layouts` must be made by `selection_layouts` for these `indices` {tuple(indices.shape)}, got unions of "
             f"shape {tuple(layouts[0].shape)}."
@@ -163,11 +163,11 @@ def tile_unions(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(starts, masks, counts)` of `SelectionLayouts` for tiles of `tile_q` queries."""
     batch, kv_heads, q_len, choices = indices.shape
-    tiles = triton.cdiv(q_len, tile_q)
+    tiles = cdiv(q_len, tile_q)
     starts = torch.empty((batch * kv_heads, tiles, tile_q * choices), dtype=torch.int32, device=indices.device)
     masks = torch.zeros_like(starts)
     counts = torch.empty((batch * kv_heads, tiles, 2), dtype=torch.int32, device=indices.device)
-    candidates = triton.next_power_of_2(tile_q * choices)
+    candidates = next_power_of_2(tile_q * choices)
     with torch.cuda.device_of(indices):
         _tile_union_kernel[(tiles, batch * kv_heads)](
             indices.contiguous(),
@@ -206,13 +206,13 @@ def inverse_lists(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(queries, begins, offsets)` of `SelectionLayouts`."""
     batch, kv_heads, q_len, choices = indices.shape
-    num_blocks = triton.cdiv(kv_len, block_size)
+    num_blocks = cdiv(kv_len, block_size)
     touched = 1 if first_key is None else 2
     keys = torch.empty(batch * kv_heads * q_len * choices * touched, dtype=torch.int32, device=indices.device)
-    padded = triton.next_power_of_2(choices)
+    padded = next_power_of_2(choices)
     queries = max(1, 1024 // padded)
     with torch.cuda.device_of(indices):
-        _choice_blocks_kernel[(triton.cdiv(q_len, queries), batch * kv_heads)](
+        _choice_blocks_kernel[(cdiv(q_len, queries), batch * kv_heads)](
             indices.contiguous(),
             keys,
             **row_arguments(query_start, first_key, batch, q_len),

@@ -17,6 +17,7 @@ from .triton_common import (
     LOWEST,
     OP_NAMESPACE,
     add_product,
+    cdiv,
     check_supported,
     finish_softmax,
     key_descriptor,
@@ -149,7 +150,7 @@ def window_forward(
     most_m, block_n, warps, stages = launch_sizes(LAUNCH, query, value)
     block_m, tile_q = tile_rows(q_len, heads // kv_heads, most_m)
     with torch.cuda.device_of(query):
-        _sliding_window_fwd_kernel[(triton.cdiv(q_len, tile_q), batch * kv_heads)](
+        _sliding_window_fwd_kernel[(cdiv(q_len, tile_q), batch * kv_heads)](
             query,
             key_descriptor(key, block_n),
             key_descriptor(value, block_n),
