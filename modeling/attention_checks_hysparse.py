@@ -78,18 +78,23 @@ def checked_rows(rows: Rows | None, query: torch.Tensor, key: torch.Tensor) -> R
     if rows is None:
         return PLAIN_ROWS
     batch, heads, q_len, _ = query.shape
-    rules = (
-        ("query_start", rows.query_start, ((batch,),)),
-        ("first_key", rows.first_key, ((batch, q_len), (batch, 1), (1, q_len), (1, 1))),
-        ("query_columns", rows.query_columns, ((batch, q_len), (1, q_len))),
-        ("visibility", rows.visibility, tuple((n, m, q_len, key.shape[2]) for n in (batch, 1) for m in (heads, 1))),
-    )
-    for name, tensor, shapes in rules:
-        if tensor is not None and tuple(tensor.shape) not in shapes:
-            raise ValueError(f"`rows.{name}` must have shape {shapes[0]}, got {tuple(tensor.shape)}.")
+    if rows.query_start is not None:
+        _check_part("query_start", rows.query_start, ((batch,),))
+    if rows.first_key is not None:
+        _check_part("first_key", rows.first_key, ((batch, q_len), (batch, 1), (1, q_len), (1, 1)))
+    if rows.query_columns is not None:
+        _check_part("query_columns", rows.query_columns, ((batch, q_len), (1, q_len)))
+    if rows.visibility is not None:
+        shapes = tuple((n, m, q_len, key.shape[2]) for n in (batch, 1) for m in (heads, 1))
+        _check_part("visibility", rows.visibility, shapes)
     if rows.query_start is not None and not rows.query_start.is_contiguous():
         return replace(rows, query_start=rows.query_start.contiguous())
     return rows
+
+
+def _check_part(name: str, tensor: torch.Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if tuple(tensor.shape) not in shapes:
+        raise ValueError(f"`rows.{name}` must have shape {shapes[0]}, got {tuple(tensor.shape)}.")
 
 
 def check_second_branch(

@@ -124,7 +124,7 @@ class TokenLayout:
             return replace(self.rows, visibility=self.rows.visibility[..., -kv_len:])
         stored = kv_len - self.positions.shape[-1]
         if self.past_counts is None or not stored:
-            return replace(self.rows, query_start=None)
+            return self.rows if self.rows.query_start is None else replace(self.rows, query_start=None)
         return Rows(first_key=(stored - self.past_counts).clamp(min=0)[:, None])
 
     def window_in_history(self, weights: torch.Tensor) -> torch.Tensor:

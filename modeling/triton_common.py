@@ -367,26 +367,34 @@ def row_arguments(query_start: torch.Tensor | None, first_key: torch.Tensor | No
     }
 
 
+def refuse(rule: str | None) -> None:
+    """Raise NotImplementedError where a call breaks a rule of the kernels; `rule` says it, and what came."""
+    if rule is not None:
+        raise NotImplementedError(f"the Triton kernels take {rule}; use backend='reference'.")
+
+
 def check_supported(query, key, value, *, scaling, rows, return_weights=False) -> None:
-    """Raise NotImplementedError for a call that no kernel here takes."""
-    kinds = {states.dtype for states in (query, key, value)}
-    group = query.shape[1] // key.shape[1]
+    """Raise NotImplementedError for a call that no kernel here takes; it runs at every call of a decode step."""
     dims = query.shape[-1], value.shape[-1]
-    on_device = query.is_cuda or (query.device.type == "cpu" and is_interpreted())
-    rules = (
-        (on_device, f"tensors on a CUDA device, got {query.device}"),
-        (len(kinds) == 1 and kinds <= set(DTYPES), f"one of {DTYPES} for query, key and value, got {kinds}"),
-        (max(dims) <= 256, f"head dimensions up to 256, got {dims}"),
-        (group <= 64, f"at most 64 heads per KV head, got {group}"),
-        (query.shape[0] * query.shape[1] <= MOST_GRID_ROWS, f"at most {MOST_GRID_ROWS} heads in all rows"),
-        (scaling > 0, f"a positive `scaling`, got {scaling}"),
-        (rows.visibility is None, "`rows` without `visibility`"),
-        (rows.query_columns is None, "`rows` without `query_columns`"),
-        (not return_weights, "`return_weights=False`"),
-    )
-    for holds, rule in rules:
-        if not holds:
-            raise NotImplementedError(f"the Triton kernels take {rule}; use backend='reference'.")
+    kinds = query.dtype, key.dtype, value.dtype
+    rule = None
+    if not query.is_cuda and not (query.is_cpu and is_interpreted()):
+        rule = f"tensors on a CUDA device, got {query.device}"
+    elif kinds[0] not in DTYPES or kinds.count(kinds[0]) < 3:
+        rule = f"one of {DTYPES} for query, key and value, got {kinds}"
+    elif max(dims) > 256:
+        rule = f"head dimensions up to 256, got {dims}"
+    elif query.shape[1] > 64 * key.shape[1]:
+        rule = f"at most 64 heads per KV head, got {query.shape[1] // key.shape[1]}"
+    elif query.shape[0] * query.shape[1] > MOST_GRID_ROWS:
+        rule = f"at most {MOST_GRID_ROWS} heads in all rows, got {query.shape[0] * query.shape[1]}"
+    elif not scaling > 0:
+        rule = f"a positive `scaling`, got {scaling}"
+    elif rows.visibility is not None or rows.query_columns is not None:
+        rule = "`rows` without `visibility` and `query_columns`"
+    elif return_weights:
+        rule = "`return_weights=False`"
+    refuse(rule)
 
 
 def check_block_size(block_size: int) -> None:

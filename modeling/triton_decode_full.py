@@ -35,6 +35,7 @@ from .triton_common import (
     triton,
 )
 from .triton_decode_common import first_owned, first_seen, row_tuple, share_of
+from .triton_layer_common import is_bare
 
 
 # (bytes per element, padded head dimension at most) -> (BLOCK_N, warps, stages). Two bytes, 128: NVIDIA H200, triton
@@ -338,8 +339,7 @@ def _decode_full_finish_kernel(
     tl.store(lse_ptr + lse_row, tl.where(is_empty, -float("inf"), (highest + tl.log2(safe)) * ln2))
 
 
-@torch.library.custom_op(f"{OP_NAMESPACE}::decode_full", mutates_args=())
-def _decode_full(
+def _launch(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -439,6 +439,9 @@ def _decode_full(
     return output, lse, indices
 
 
+_decode_full = torch.library.custom_op(f"{OP_NAMESPACE}::decode_full", _launch, mutates_args=())
+
+
 def _results(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, n_selected: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -470,7 +473,8 @@ def decode_full_attention(
     forced_local_blocks: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
     """`full_attention_with_oracle` of a checked call with few queries: `(output, lse, indices, None)`."""
-    output, lse, indices = _decode_full(
+    call = _launch if is_bare(query) else _decode_full
+    output, lse, indices = call(
         query,
         key,
         value,

@@ -31,6 +31,7 @@ from .triton_common import (
 )
 from .triton_decode_common import first_owned, first_seen, load_columns, row_tuple
 from .triton_decode_finish import combine_parts, load_factors, store_output, store_part
+from .triton_layer_common import is_bare
 
 
 # (bytes per element, padded head dimension at most) -> (columns per tile at most, warps, stages). Two bytes, 128:
@@ -299,8 +300,7 @@ def _decode_sparse_kernel(
         )
 
 
-@torch.library.custom_op(f"{OP_NAMESPACE}::decode_sparse", mutates_args=())
-def _decode_sparse(
+def _launch(
     query: torch.Tensor | None,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
@@ -380,6 +380,9 @@ def _decode_sparse(
     return output, lse
 
 
+_decode_sparse = torch.library.custom_op(f"{OP_NAMESPACE}::decode_sparse", _launch, mutates_args=())
+
+
 def _division(rows: int, window: int, columns: int, tile: int) -> tuple[int, int, int]:
     """Programs per row for the window and for the blocks, and columns for each; one for all where rows are many."""
     tiles = cdiv(window, tile), cdiv(columns, tile)
@@ -402,7 +405,7 @@ def _dense(states: torch.Tensor | None) -> torch.Tensor | None:
 
 def _strides(*states: torch.Tensor | None) -> tuple[int, ...]:
     """Strides of rows, heads and columns of a branch's query, keys and values."""
-    return tuple(0 if part is None else part.stride(axis) for part in states for axis in range(3))
+    return tuple(step for part in states for step in ((0, 0, 0) if part is None else part.stride()[:3]))
 
 
 def _gate_strides(gate: torch.Tensor | None, v_dim: int) -> tuple[int, ...]:
@@ -442,7 +445,8 @@ def decode_sparse_layer(
     window_rows: Rows,
 ) -> tuple[torch.Tensor]:
     """`sparse_layer_attention` of a checked call with few queries: `(output,)`."""
-    output, _ = _decode_sparse(
+    call = _launch if is_bare(query, window_query) else _decode_sparse
+    output, _ = call(
         query,
         key,
         value,
@@ -477,7 +481,8 @@ def decode_blocks(
     """`block_sparse_attention` of a checked call with few queries: `(output, lse, None)`."""
     states = (query, key, value, indices, None, None, None, None, None, sink, None)
     places = (rows.query_start, rows.first_key, None, None)
-    return *_decode_sparse(*states, *places, block_size, 0, float(scaling)), None
+    call = _launch if is_bare(query) else _decode_sparse
+    return *call(*states, *places, block_size, 0, float(scaling)), None
 
 
 def decode_window(
@@ -494,4 +499,5 @@ def decode_window(
     states = (None, None, None, None, query, key, value, None, None, None, sink)
     places = (None, None, rows.query_start, rows.first_key)
     block_size = 16  # Of no blocks.
-    return *_decode_sparse(*states, *places, block_size, window, float(scaling)), None
+    call = _launch if is_bare(query) else _decode_sparse
+    return *call(*states, *places, block_size, window, float(scaling)), None

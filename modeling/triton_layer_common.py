@@ -1,18 +1,12 @@
-"""What the kernels around attention share: which calls they take, and when a launch needs no operation around it."""
+"""What the kernels of a decode step share: which calls those around attention take, and when a bare launch will do."""
 
 import torch
 
-from .triton_common import DTYPES, is_interpreted
+from .triton_common import DTYPES, is_interpreted, refuse
 
 
 # Subclasses carry meanings of their own, as a DTensor of tensor parallelism does.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def refuse(rule: str | None) -> None:
-    """Raise NotImplementedError where a call breaks a rule of the kernels; `rule` says it, and what came."""
-    if rule is not None:
-        raise NotImplementedError(f"the Triton kernels take {rule}; use backend='reference'.")
 
 
 def check_tensors(*tensors: torch.Tensor) -> None:
@@ -37,11 +31,11 @@ def parts_of(count: int, size: int) -> int:
 
 
 def is_bare(*tensors: torch.Tensor) -> bool:
-    """Whether neither autograd nor a compiler watches the call.
+    """Whether neither autograd, nor a compiler, nor a subclass of tensors watches the call.
 
     Then the kernel is launched as it is: a registered operation costs a few times what its launch does, which a decode
     step would pay hundreds of times.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or any(type(tensor) not in _PLAIN for tensor in tensors):
         return False
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))

@@ -10,8 +10,8 @@ import functools
 
 import torch
 
-from .triton_common import OP_NAMESPACE, load_rows, padded_dim, store_rows, tl, triton
-from .triton_layer_common import check_tensors, is_bare, parts_of, refuse
+from .triton_common import OP_NAMESPACE, load_rows, padded_dim, refuse, store_rows, tl, triton
+from .triton_layer_common import check_tensors, is_bare, parts_of
 
 
 # Values of one half of the rotary width that a program holds, and its warps.

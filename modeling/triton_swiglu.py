@@ -7,8 +7,8 @@
 
 import torch
 
-from .triton_common import OP_NAMESPACE, tl, triton
-from .triton_layer_common import check_tensors, is_bare, parts_of, refuse
+from .triton_common import OP_NAMESPACE, refuse, tl, triton
+from .triton_layer_common import check_tensors, is_bare, parts_of
 
 
 # Values of a program, and its warps.
