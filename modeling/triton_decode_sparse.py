@@ -390,12 +390,12 @@ def _division(rows: int, window: int, columns: int, tile: int) -> tuple[int, int
     if most < 2:
         return 0, 1, max(window, columns)
     each = max(cdiv(sum(tiles), most), cdiv(max(tiles), _MOST_PARTS))
-    parts = [cdiv(count, each) for count in tiles]
-    if sum(parts) > most:
-        # By one, since each was rounded up: the least larger share that saves a program.
-        each = min(cdiv(count, number - 1) for count, number in zip(tiles, parts, strict=True) if number > 1)
-        parts = [cdiv(count, each) for count in tiles]
-    return (*parts, each * tile) if sum(parts) > 1 else (0, 1, max(window, columns))
+    near, far = (cdiv(count, each) for count in tiles)
+    if near + far > most:
+        # By one, since both were rounded up: the least larger share that saves a program.
+        each = min(cdiv(count, part - 1) for count, part in zip(tiles, (near, far), strict=True) if part > 1)
+        near, far = (cdiv(count, each) for count in tiles)
+    return (near, far, each * tile) if near + far > 1 else (0, 1, max(window, columns))
 
 
 def _dense(states: torch.Tensor | None) -> torch.Tensor | None:

@@ -25,11 +25,6 @@ def check_tensors(*tensors: torch.Tensor) -> None:
     refuse(rule)
 
 
-def parts_of(count: int, size: int) -> int:
-    """How many parts of `size` hold `count`. Triton's own function costs more than a launch."""
-    return -(-count // size)
-
-
 def is_bare(*tensors: torch.Tensor) -> bool:
     """Whether neither autograd, nor a compiler, nor a subclass of tensors watches the call.
 

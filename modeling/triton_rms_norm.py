@@ -11,8 +11,8 @@ import functools
 
 import torch
 
-from .triton_common import OP_NAMESPACE, load_rows, padded_dim, refuse, store_rows, tl, triton
-from .triton_layer_common import check_tensors, is_bare, parts_of
+from .triton_common import OP_NAMESPACE, cdiv, load_rows, padded_dim, refuse, store_rows, tl, triton
+from .triton_layer_common import check_tensors, is_bare
 
 
 MOST_WIDTH = 16384
@@ -137,7 +137,7 @@ def _launch_forward(states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
     tile = _tile(width, _FORWARD)
     if outer * inner:
         with torch.cuda.device_of(states):
-            _rms_norm_fwd_kernel[(parts_of(outer * inner, tile["BLOCK_M"]),)](
+            _rms_norm_fwd_kernel[(cdiv(outer * inner, tile["BLOCK_M"]),)](
                 rows,
                 weight.contiguous(),
                 output,
@@ -174,7 +174,7 @@ def _rms_norm_backward(
     grad_rows, rows = _as_rows(grad_output), _as_rows(states)
     outer, inner, width = rows.shape
     tile = _tile(width, _BACKWARD)
-    programs = min(parts_of(outer * inner, tile["BLOCK_M"]), _PROGRAMS * _processors(states.device))
+    programs = min(cdiv(outer * inner, tile["BLOCK_M"]), _PROGRAMS * _processors(states.device))
     partial = torch.empty((programs if has_weight_grad else 0, width), dtype=torch.float32, device=states.device)
     if programs:
         with torch.cuda.device_of(states):

@@ -10,8 +10,8 @@ import functools
 
 import torch
 
-from .triton_common import OP_NAMESPACE, load_rows, padded_dim, refuse, store_rows, tl, triton
-from .triton_layer_common import check_tensors, is_bare, parts_of
+from .triton_common import OP_NAMESPACE, cdiv, load_rows, padded_dim, refuse, store_rows, tl, triton
+from .triton_layer_common import check_tensors, is_bare
 
 
 # Values of one half of the rotary width that a program holds, and its warps.
@@ -113,7 +113,7 @@ def _launch(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, opposite
     cos, sin = cos.contiguous(), sin.contiguous()
     if output.numel():
         with torch.cuda.device_of(states):
-            _rotary_kernel[(parts_of(heads * length, tile["BLOCK_M"]), batch)](
+            _rotary_kernel[(cdiv(heads * length, tile["BLOCK_M"]), batch)](
                 states,
                 cos,
                 sin,

@@ -210,9 +210,9 @@ def inverse_lists(
     touched = 1 if first_key is None else 2
     keys = torch.empty(batch * kv_heads * q_len * choices * touched, dtype=torch.int32, device=indices.device)
     padded = next_power_of_2(choices)
-    queries = max(1, 1024 // padded)
+    at_once = max(1, 1024 // padded)
     with torch.cuda.device_of(indices):
-        _choice_blocks_kernel[(cdiv(q_len, queries), batch * kv_heads)](
+        _choice_blocks_kernel[(cdiv(q_len, at_once), batch * kv_heads)](
             indices.contiguous(),
             keys,
             **row_arguments(query_start, first_key, batch, q_len),
@@ -223,7 +223,7 @@ def inverse_lists(
             CHOICES=choices,
             BLOCK_SIZE=block_size,
             PADDED=padded,
-            QUERIES=queries,
+            QUERIES=at_once,
             num_warps=4,
         )
     # A stable sort keeps each block's choices in the order of the queries, which fixes the order of the sums.

@@ -7,8 +7,8 @@
 
 import torch
 
-from .triton_common import OP_NAMESPACE, refuse, tl, triton
-from .triton_layer_common import check_tensors, is_bare, parts_of
+from .triton_common import OP_NAMESPACE, cdiv, refuse, tl, triton
+from .triton_layer_common import check_tensors, is_bare
 
 
 # Values of a program, and its warps.
@@ -82,7 +82,7 @@ def _launch(kernel, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tenso
         inputs = tuple(tensor.reshape(-1, width) for tensor in inputs)
         strides = tuple(step for tensor in inputs for step in tensor.stride())
     with torch.cuda.device_of(outputs[0]):
-        kernel[(count // width * parts_of(width, _BLOCK),)](
+        kernel[(count // width * cdiv(width, _BLOCK),)](
             *inputs,
             *outputs,
             *strides,

@@ -1,5 +1,7 @@
 """Sparse layers, selected blocks and windows at few new tokens, Triton back end: error budgets and who counts."""
 
+import itertools
+
 import pytest
 import torch
 from kernel_checks import DEVICE, make_states, on_device
@@ -156,6 +158,20 @@ def test_windows(window, programs, monkeypatch):
     monkeypatch.setattr(triton_decode_sparse, "_PROGRAMS", programs)
     layer = make_layer(1, 200, 150)
     check(layer, draw(layer[0], 3), window=window)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 32, 100, 176, 263, 264, 265, 1000])
+def test_programs_hold_all_columns_and_fit_the_card(rows):
+    for window, columns, tile in itertools.product((0, 1, 128, 5000), (0, 16, 1024, 200704), (16, 64)):
+        near, far, share = triton_decode_sparse._division(rows, window, columns, tile)
+        if (near, far) == (0, 1):
+            assert share >= max(window, columns)
+            continue
+        assert near * share >= window
+        assert far * share >= columns
+        assert share % tile == 0
+        assert (near + far) * rows <= triton_decode_sparse._PROGRAMS
+        assert max(near, far) <= triton_decode_sparse._MOST_PARTS
 
 
 @pytest.mark.parametrize("n", [0, 1, 40])
