@@ -34,7 +34,6 @@ from .triton_common import (
     precision_of,
     query_places,
     query_rows,
-    row_arguments,
     store_rows,
     tile_rows,
     tl,
@@ -78,7 +77,6 @@ def _block_sparse_fwd_kernel(
     masks_ptr,
     counts_ptr,
     start_ptr,
-    first_ptr,
     stride_qb,
     stride_qh,
     stride_qm,
@@ -87,8 +85,6 @@ def _block_sparse_fwd_kernel(
     stride_oh,
     stride_om,
     stride_od,
-    stride_fb,
-    stride_fm,
     KV_HEADS,
     q_len,
     gap,
@@ -105,7 +101,6 @@ def _block_sparse_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_START: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HEADWISE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -119,7 +114,7 @@ def _block_sparse_fwd_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     steps, group_head, valid = query_rows(tile, q_len, TILE_Q, GROUP, BLOCK_M)
     heads = kv_head * GROUP + group_head
-    owned, _ = query_places(start_ptr, first_ptr, stride_fb, stride_fm, batch, steps, valid, gap, HAS_START, False)
+    owned, _ = query_places(start_ptr, None, 0, 0, batch, steps, valid, gap, HAS_START, False)
     q_base = q_ptr + batch.to(tl.int64) * stride_qb
     q = load_rows(q_base, steps, heads, valid, stride_qh, stride_qm, stride_qd, HEAD_DIM, BLOCK_D)
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
@@ -190,7 +185,6 @@ def blocks_forward(
     sink: torch.Tensor | None,
     layouts: SelectionLayouts,
     query_start: torch.Tensor | None,
-    first_key: torch.Tensor | None,
     block_size: int,
     scaling: float,
     *,
@@ -226,7 +220,7 @@ def blocks_forward(
             layouts.counts,
             **named_strides("q", query),
             **named_strides("o", filled),
-            **row_arguments(query_start, first_key, batch, q_len),
+            start_ptr=query_start,
             KV_HEADS=kv_heads,
             q_len=q_len,
             gap=kv_len - q_len,
@@ -242,6 +236,7 @@ def blocks_forward(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_SIZE=block_size,
+            HAS_START=query_start is not None,
             HAS_SINK=sink is not None,
             HEADWISE=gates[0] is not None and gates[0].shape[3] != v_dim,
             PRECISION=precision_of(query),
@@ -271,9 +266,7 @@ def _block_sparse_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     results = new_output(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
     layouts = SelectionLayouts(starts, masks, counts)
-    blocks_forward(
-        query, key, value, indices, sink, layouts, query_start, first_key, block_size, scaling, results=results
-    )
+    blocks_forward(query, key, value, indices, sink, layouts, query_start, block_size, scaling, results=results)
     return results
 
 

@@ -473,7 +473,7 @@ def decode_full_attention(
     forced_local_blocks: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
     """`full_attention_with_oracle` of a checked call with few queries: `(output, lse, indices, None)`."""
-    call = _launch if is_bare(query) else _decode_full
+    call = _launch if is_bare(query, key, value) else _decode_full
     output, lse, indices = call(
         query,
         key,

@@ -445,7 +445,8 @@ def decode_sparse_layer(
     window_rows: Rows,
 ) -> tuple[torch.Tensor]:
     """`sparse_layer_attention` of a checked call with few queries: `(output,)`."""
-    call = _launch if is_bare(query, window_query) else _decode_sparse
+    states = (query, key, value, window_query, window_key, window_value)
+    call = _launch if is_bare(*states, *gates, *sinks) else _decode_sparse
     output, _ = call(
         query,
         key,
@@ -481,7 +482,7 @@ def decode_blocks(
     """`block_sparse_attention` of a checked call with few queries: `(output, lse, None)`."""
     states = (query, key, value, indices, None, None, None, None, None, sink, None)
     places = (rows.query_start, rows.first_key, None, None)
-    call = _launch if is_bare(query) else _decode_sparse
+    call = _launch if is_bare(query, key, value, sink) else _decode_sparse
     return *call(*states, *places, block_size, 0, float(scaling)), None
 
 
@@ -499,5 +500,5 @@ def decode_window(
     states = (None, None, None, None, query, key, value, None, None, None, sink)
     places = (None, None, rows.query_start, rows.first_key)
     block_size = 16  # Of no blocks.
-    call = _launch if is_bare(query) else _decode_sparse
+    call = _launch if is_bare(query, key, value, sink) else _decode_sparse
     return *call(*states, *places, block_size, window, float(scaling)), None

@@ -25,12 +25,17 @@ def check_tensors(*tensors: torch.Tensor) -> None:
     refuse(rule)
 
 
-def is_bare(*tensors: torch.Tensor) -> bool:
-    """Whether neither autograd, nor a compiler, nor a subclass of tensors watches the call.
+def is_bare(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing watches the call: no autograd, compiler, tracer, dispatch mode, transform, or tensor subclass.
 
     Then the kernel is launched as it is: a registered operation costs a few times what its launch does, which a decode
     step would pay hundreds of times.
     """
-    if torch.compiler.is_compiling() or any(type(tensor) not in _PLAIN for tensor in tensors):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(type(tensor) not in _PLAIN for tensor in given):
+        return False
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))

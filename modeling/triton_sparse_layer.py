@@ -63,7 +63,6 @@ def _sparse_layer_forward(
         sink_global,
         SelectionLayouts(starts, masks, counts),
         query_start,
-        first_key,
         block_size,
         scaling,
         results=far if keep else (None, None),

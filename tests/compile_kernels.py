@@ -109,6 +109,9 @@ def main(
         outputs = [*every_operation(query, indices, gates), layer]
         torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs], retain_graph=True)
     with torch.no_grad():
+        headwise = {name: gate[..., :1] for name, gate in gates.items()}
+        for logits in (gates, headwise, {}):
+            every_operation(query, indices, logits)
         for few in (1, 16):
             last_gates = {name: gate[:, :, :few] for name, gate in gates.items()}
             every_operation(query[:, :, :few], indices[:, :, :few], last_gates)

@@ -5,6 +5,8 @@ import logging
 import pytest
 import torch
 from kernel_checks import DEVICE, evaluate, make_states
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hysparse_hf.modeling import dispatch_hysparse
 from hysparse_hf.modeling.attention_hysparse import (
@@ -125,3 +127,38 @@ def test_device_other_than_the_current_one_D01():
         there = evaluate(call, [tensor.to("cuda:1") for tensor in states])
     for x, y in zip(here, there, strict=True):
         torch.testing.assert_close(x, y.to(x.device), rtol=0, atol=0)
+
+
+def _decode_window(query):
+    key, value = (torch.ones(1, 1, 40, 16, device=DEVICE).cumsum(2) for _ in range(2))
+    return sliding_window_attention(query, key, value, window=20, backend="triton")
+
+
+def _decode_full(query):
+    key, value = (torch.ones(1, 1, 40, 16, device=DEVICE).cumsum(2) for _ in range(2))
+    return full_attention_with_oracle(query, key, value, block_size=16, n_selected=1, backend="triton")[0]
+
+
+def _norm(states):
+    return rms_norm(states, torch.ones(16, device=DEVICE), 1e-6, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("call", "operation"), [(_decode_window, "decode_sparse"), (_decode_full, "decode_full"), (_norm, "rms_norm")]
+)
+@torch.no_grad()
+def test_a_tracer_sees_the_operation(call, operation):
+    """Launched as it is, a kernel leaves nothing in a recorded graph, which then returns what memory held."""
+    states = torch.randn(1, 2, 1, 16, device=DEVICE)
+    graph = make_fx(call)(states)
+    assert any(operation in str(node.target) for node in graph.graph.nodes)
+    torch.testing.assert_close(graph(2 * states), call(2 * states), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_fake_tensors_meet_no_kernel():
+    query = torch.randn(1, 2, 1, 16, device=DEVICE)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        output = _decode_window(query)
+        assert output.fake_mode is mode
+        assert output.shape == (1, 2, 1, 16)
