@@ -27,6 +27,7 @@ from .triton_common import (
     load_keys,
     load_rows,
     may_fuse,
+    named_strides,
     new_output,
     next_power_of_2,
     online_softmax,
@@ -41,7 +42,7 @@ from .triton_common import (
 )
 from .triton_decode_common import takes_decode
 from .triton_decode_sparse import decode_blocks
-from .triton_gates import named_strides, pass_gate
+from .triton_gates import pass_gate
 from .triton_selection_layouts import (
     SelectionLayouts,
     check_layouts,

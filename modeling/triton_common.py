@@ -354,6 +354,11 @@ def new_output(query: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.empty((batch, q_len, heads, dim), dtype=query.dtype, device=query.device).transpose(1, 2)
 
 
+def named_strides(name: str, states: torch.Tensor) -> dict:
+    """Kernel arguments `stride_<name>b` and so on."""
+    return {f"stride_{name}{axis}": stride for axis, stride in zip("bhmd", states.stride(), strict=True)}
+
+
 def row_arguments(query_start: torch.Tensor | None, first_key: torch.Tensor | None, batch: int, q_len: int) -> dict:
     """Kernel arguments that describe `Rows`."""
     first = first_key.expand(batch, q_len) if first_key is not None else None

@@ -445,26 +445,10 @@ def decode_sparse_layer(
     window_rows: Rows,
 ) -> tuple[torch.Tensor]:
     """`sparse_layer_attention` of a checked call with few queries: `(output,)`."""
-    states = (query, key, value, window_query, window_key, window_value)
-    call = _launch if is_bare(*states, *gates, *sinks) else _decode_sparse
-    output, _ = call(
-        query,
-        key,
-        value,
-        indices,
-        window_query,
-        window_key,
-        window_value,
-        *gates,
-        *sinks,
-        rows.query_start,
-        rows.first_key,
-        window_rows.query_start,
-        window_rows.first_key,
-        block_size,
-        window,
-        float(scaling),
-    )
+    states = (query, key, value, indices, window_query, window_key, window_value, *gates, *sinks)
+    places = (rows.query_start, rows.first_key, window_rows.query_start, window_rows.first_key)
+    call = _launch if is_bare(*states) else _decode_sparse
+    output, _ = call(*states, *places, block_size, window, float(scaling))
     return (output,)
 
 
@@ -482,7 +466,7 @@ def decode_blocks(
     """`block_sparse_attention` of a checked call with few queries: `(output, lse, None)`."""
     states = (query, key, value, indices, None, None, None, None, None, sink, None)
     places = (rows.query_start, rows.first_key, None, None)
-    call = _launch if is_bare(query, key, value, sink) else _decode_sparse
+    call = _launch if is_bare(*states) else _decode_sparse
     return *call(*states, *places, block_size, 0, float(scaling)), None
 
 
@@ -500,5 +484,5 @@ def decode_window(
     states = (None, None, None, None, query, key, value, None, None, None, sink)
     places = (None, None, rows.query_start, rows.first_key)
     block_size = 16  # Of no blocks.
-    call = _launch if is_bare(query, key, value, sink) else _decode_sparse
+    call = _launch if is_bare(*states) else _decode_sparse
     return *call(*states, *places, block_size, window, float(scaling)), None

@@ -7,7 +7,18 @@ Gates stand per head or per element; per head, dg is the sum over the elements.
 
 import torch
 
-from .triton_common import KERNEL_LOG2E, cdiv, load_rows, may_fuse, new_output, padded_dim, store_rows, tl, triton
+from .triton_common import (
+    KERNEL_LOG2E,
+    cdiv,
+    load_rows,
+    may_fuse,
+    named_strides,
+    new_output,
+    padded_dim,
+    store_rows,
+    tl,
+    triton,
+)
 
 
 @triton.jit
@@ -197,12 +208,6 @@ def _gates_bwd_kernel(
         V_DIM,
         BLOCK_DV,
     )
-
-
-def named_strides(name: str, states: torch.Tensor | None) -> dict:
-    """Kernel arguments `stride_<name>b` and so on; zeros for a tensor that is not there."""
-    strides = (0, 0, 0, 0) if states is None else states.stride()
-    return {f"stride_{name}{axis}": stride for axis, stride in zip("bhmd", strides, strict=True)}
 
 
 def gates_backward(

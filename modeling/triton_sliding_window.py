@@ -25,6 +25,7 @@ from .triton_common import (
     load_keys,
     load_rows,
     may_fuse,
+    named_strides,
     new_output,
     online_softmax,
     padded_dim,
@@ -157,14 +158,8 @@ def window_forward(
             output,
             lse,
             sink,
-            stride_qb=query.stride(0),
-            stride_qh=query.stride(1),
-            stride_qm=query.stride(2),
-            stride_qd=query.stride(3),
-            stride_ob=output.stride(0),
-            stride_oh=output.stride(1),
-            stride_om=output.stride(2),
-            stride_od=output.stride(3),
+            **named_strides("q", query),
+            **named_strides("o", output),
             **row_arguments(query_start, first_key, batch, q_len),
             KV_HEADS=kv_heads,
             q_len=q_len,
@@ -189,18 +184,9 @@ def window_forward(
     return output, lse
 
 
-@torch.library.custom_op(f"{OP_NAMESPACE}::sliding_window_forward", mutates_args=())
-def _sliding_window_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sink: torch.Tensor | None,
-    query_start: torch.Tensor | None,
-    first_key: torch.Tensor | None,
-    window: int,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return window_forward(query, key, value, sink, query_start, first_key, window, scaling)
+_sliding_window_forward = torch.library.custom_op(
+    f"{OP_NAMESPACE}::sliding_window_forward", window_forward, mutates_args=()
+)
 
 
 @_sliding_window_forward.register_fake
