@@ -11,6 +11,7 @@ measures single cases, `variant:prompt:batch` or `variant:prompt:batch:new token
 """
 
 import argparse
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -134,7 +135,9 @@ def measure_case(
     case: Case, when_warm: Callable[[], None] = lambda: None, load: Callable[[Case], PreTrainedModel] = make_model
 ) -> dict:
     """Figures of one case: milliseconds per step, tokens per second, memory, and for ours what a step reads."""
+    # The compiled step of the case before is part of a cycle, and holds its model.
     torch.compiler.reset()
+    gc.collect()
     torch.cuda.empty_cache()
     model = load(case)
     held = make_cache(case, model.config)

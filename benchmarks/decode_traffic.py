@@ -101,7 +101,7 @@ def draw(result: dict, target: Path) -> None:
         points = sorted((n, ms) for name, n, ms in times if name == variant)
         panels[2].plot(*zip(*points, strict=True), marker="o", label=variant)
     panels[2].set_title("ms per step")
-    panels[2].legend()
+    panels[2].legend(loc="center left", bbox_to_anchor=(1, 0.5))
     for panel in panels:
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")

@@ -55,7 +55,8 @@ def draw(files: list[Path], target: Path) -> None:
         panel.minorticks_off()
         panel.set_yticks([0.05, 0.1, 0.2, 0.5, 1, 1.5], ["0.05", "0.1", "0.2", "0.5", "1", "1.5"])
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     panels[0].set_ylabel("time / cuDNN dense causal attention")
     figure.suptitle(card, fontsize=9)
     figure.savefig(target, dpi=110)
